@@ -106,3 +106,11 @@ class NothingToLearnError(TrainingError):
 
 class NonFiniteError(TrainingError):
     """Loss or gradient was NaN or infinite for several steps in a row."""
+
+
+def revive(kind: str, message: str) -> ArtError:
+    """The error that another process reported by class name and message; ServerError where the name is not known."""
+    known = globals().get(kind)
+    if isinstance(known, type) and issubclass(known, ArtError):
+        return known(message)
+    return ServerError(message)

@@ -1,0 +1,118 @@
+"""LocalBackend: a run folder and the server process that works on it, for the length of an ``async with``.
+
+    async with LocalBackend(config) as backend:
+        status = await backend.client.status()
+
+The server (proxy, store, policy) is a process of its own with the worker (engine and trainer) as its child; both end
+with this process, killed or not. It refuses to import the server or torch: it starts a process and speaks HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from art_backends.client import Client
+from art_backends.config import TrainConfig
+from art_backends.errors import ServerError, revive
+
+START_DEADLINE = 1800.0  # seconds; the first start may download a base model
+STOP_DEADLINE = 30.0  # seconds
+LOG_TAIL = 2000  # characters
+
+
+class LocalBackend:
+    """The server on a run folder, started here. ``url`` is its address, ``client`` speaks to its control API."""
+
+    def __init__(self, config: TrainConfig, *, python: str = sys.executable) -> None:
+        self.config = config
+        self.folder = config.folder.expanduser().absolute()
+        self.url = ""
+        self._python = python
+        self._process: asyncio.subprocess.Process | None = None
+        self._client: Client | None = None
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            raise ServerError("the backend is not started: use it as `async with LocalBackend(...) as backend`")
+        return self._client
+
+    async def __aenter__(self) -> LocalBackend:
+        logs = self.folder / "logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ServerError(f"run folder {self.folder} cannot be made: {error.strerror}") from None
+        # the settings travel in a private file: a command line can be read by everyone on the machine
+        with tempfile.NamedTemporaryFile("w", suffix=".json", dir=logs, delete=False) as settings:
+            settings.write(self.config.model_dump_json())
+        try:
+            await self._start(Path(settings.name), logs / "server.log")
+        except BaseException:
+            await self._stop()
+            raise
+        finally:
+            await asyncio.to_thread(Path(settings.name).unlink, missing_ok=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def _start(self, settings: Path, log_file: Path) -> None:
+        command = [self._python, "-m", "art_backends.cli", "serve", "--settings", str(settings)]
+        command += ["--port", "0", "--exit-with-parent", "--announce"]
+        with log_file.open("ab") as stream:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stream,
+                start_new_session=True,  # Ctrl-C is the loop's to handle; the server ends when told to
+            )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(START_DEADLINE):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise ServerError(f"the server did not start in {START_DEADLINE:.0f} s; {_tail(log_file)}") from None
+        try:
+            said = json.loads(line)
+        except ValueError:
+            raise ServerError(f"the server ended before it was ready; {_tail(log_file)}") from None
+        if not said.get("ready"):
+            raise revive(str(said.get("type")), str(said.get("message")))
+        self.url = said["url"]
+        token = (self.folder / "admin.token").read_text().strip()
+        self._client = Client(self.url, token)
+
+    async def _stop(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_DEADLINE):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def _tail(log_file: Path) -> str:
+    text = log_file.read_text(errors="replace")[-LOG_TAIL:].strip()
+    return f"end of {log_file}:\n{text}" if text else f"{log_file} is empty"

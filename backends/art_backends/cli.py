@@ -1,0 +1,238 @@
+"""``art-backends``: serve a run folder, see its status, look at one rollout.
+
+Errors are one clear line on standard error and exit code 2; Ctrl-C is exit code 130. Standard output carries what was
+asked for, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from art_backends.client import Client
+from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
+from art_backends.errors import ArtError, ConfigError, ServerError
+from art_backends.server.run import serve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``art-backends``; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        return asyncio.run(options.run(options))
+    except ArtError as error:
+        if getattr(options, "announce", False):
+            _announce({"ready": False, "type": type(error).__name__, "message": str(error)})
+        sys.stderr.write(f"art-backends: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="art-backends", description="Serve and inspect the model under training.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serving = commands.add_parser("serve", help="serve a run folder at an OpenAI-compatible address")
+    serving.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
+    serving.add_argument("--port", type=int, default=8787, help="port to bind, 0 for any free one (default: 8787)")
+    serving.add_argument("--allow-remote", action="store_true", help="allow an address that others can reach")
+    serving.add_argument("--config", type=Path, help="TOML file of settings")
+    serving.add_argument("--settings", type=Path, help=argparse.SUPPRESS)  # JSON of the process that starts us
+    serving.add_argument("--announce", action="store_true", help=argparse.SUPPRESS)
+    serving.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
+    add_arguments(serving)
+    serving.set_defaults(run=_serve)
+
+    status = commands.add_parser("status", help="policies, versions, children, rollouts of a running server")
+    _add_folder(status)
+    status.set_defaults(run=_status)
+
+    rollouts = commands.add_parser("rollouts", help="the rollouts of a running server")
+    actions = rollouts.add_subparsers(required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="the newest rollouts, a line each")
+    listing.add_argument("--step", type=int, help="only those of this training step")
+    listing.add_argument("--purpose", choices=["train", "eval"], help="only training or evaluation")
+    listing.add_argument("--limit", type=int, default=50, help="how many at the most (default: 50)")
+    _add_folder(listing)
+    listing.set_defaults(run=_list_rollouts)
+    show = actions.add_parser("show", help="one rollout: messages, tokens, what was trained with what advantage")
+    show.add_argument("id", help="the rollout's id")
+    _add_folder(show)
+    show.set_defaults(run=_show_rollout)
+    return parser
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    if options.settings is not None:
+        config = make_config(json.loads(options.settings.read_text()), source=str(options.settings))
+    else:
+        config = _resumed(from_arguments(options, options.config), options)
+
+    def ready(url: str) -> None:
+        if options.announce:
+            _announce({"ready": True, "url": url})
+            return
+        folder = config.folder
+        console = Console()
+        console.print(f"serving [bold]{config.name}[/bold] of {folder} at [bold]{url}/v1[/bold]", highlight=False)
+        console.print(
+            f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {folder}/agent.token) python your_app.py",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    await serve(
+        config,
+        host=options.host,
+        port=options.port,
+        allow_remote=options.allow_remote,
+        exit_with_parent=options.exit_with_parent,
+        on_ready=ready,
+    )
+    return 0
+
+
+def _resumed(config: TrainConfig, options: argparse.Namespace) -> TrainConfig:
+    """Serving an existing run folder needs no settings: those it was made with are the defaults."""
+    file = config.folder / "policy.json"
+    if not file.exists():
+        return config
+    try:
+        kept = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    defaults = {key: value for key, value in kept.items() if key in TrainConfig.model_fields}
+    given = {key: value for key, value in vars(options).items() if key in TrainConfig.model_fields}
+    return make_config({**defaults, **config.model_dump(exclude_unset=True), **given}, source=str(file))
+
+
+def _announce(said: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+def _client(folder: Path) -> Client:
+    try:
+        url = json.loads((folder / "server.json").read_text())["url"]
+        token = (folder / "admin.token").read_text().strip()
+    except (OSError, ValueError, KeyError):
+        raise ServerError(f"no server runs on {folder}; start one with: art-backends serve --folder {folder}") from None
+    return Client(url, token)
+
+
+async def _status(options: argparse.Namespace) -> int:
+    client = _client(options.folder)
+    try:
+        status = await client.status()
+    finally:
+        await client.aclose()
+    console = Console()
+    if options.json:
+        console.print_json(data=status)
+        return 0
+    policies = Table("policy", "base model", "version", "step", "capture", "versions", title="policies")
+    for policy in status["policies"]:
+        versions = ", ".join(f"@{number}" for number in policy["versions"])
+        current = f"{policy['name']}@{policy['version']}"
+        policies.add_row(
+            policy["name"], policy["base_model"], current, str(policy["step"]), policy["capture"], versions
+        )
+    console.print(policies)
+    children = Table("child", "pid", "state", "restarts", title="children")
+    for child in status["children"]:
+        children.add_row(child["name"], str(child["pid"]), child["state"], str(child["restarts"]))
+    console.print(children)
+    counts = Table("what", "count", title="rollouts and calls")
+    for key, value in status["rollouts"].items():
+        counts.add_row(key, str(value))
+    console.print(counts)
+    return 0
+
+
+async def _list_rollouts(options: argparse.Namespace) -> int:
+    client = _client(options.folder)
+    try:
+        rollouts = await client.rollouts(step=options.step, purpose=options.purpose, limit=options.limit)
+    finally:
+        await client.aclose()
+    console = Console()
+    if options.json:
+        console.print_json(data=[rollout.model_dump(mode="json") for rollout in rollouts])
+        return 0
+    table = Table("rollout", "purpose", "step", "scenario", "version", "state", "reward")
+    for rollout in rollouts:
+        state = rollout.fault or ("closed" if rollout.closed else "open")
+        reward = "" if rollout.reward is None else f"{rollout.reward:.3f}"
+        step = "" if rollout.step is None else str(rollout.step)
+        table.add_row(rollout.id, rollout.purpose, step, rollout.scenario_id, rollout.version, state, reward)
+    console.print(table)
+    return 0
+
+
+async def _show_rollout(options: argparse.Namespace) -> int:
+    client = _client(options.folder)
+    try:
+        rollout, training = await client.rollout_with_training(options.id)
+    finally:
+        await client.aclose()
+    console = Console()
+    if options.json:
+        console.print_json(data={**rollout.model_dump(mode="json"), "training": training})
+        return 0
+    reward = "none" if rollout.reward is None else f"{rollout.reward:.3f}"
+    console.print(f"rollout {rollout.id} · {rollout.purpose} · scenario {rollout.scenario_id} · {rollout.version}")
+    console.print(f"reward {reward} {rollout.metrics or ''}", highlight=False)
+    for trouble in (rollout.fault, rollout.error and f"{rollout.error.type}: {rollout.error.message}"):
+        if trouble:
+            console.print(f"  {trouble}", markup=False)
+    trained = {(item["call"], item["choice"]): item for item in training}
+    for call in rollout.calls:
+        console.rule(f"call {call.sequence} · node {call.node.name or '-'} · {call.version} · {call.status}")
+        console.print(
+            f"prompt {len(call.prompt_token_ids)} tokens ({call.prompt_mode}), continues {call.continues or 'nothing'}"
+            f"{', drifted' if call.drifted else ''}{f', excluded: {call.excluded}' if call.excluded else ''}"
+        )
+        for message in call.request.get("messages", []):
+            console.print(f"  {message.get('role')}: {_text_of(message)}", markup=False)
+        for choice in call.choices:
+            console.print(f"  → {_text_of(choice.message)}", markup=False, style="bold")
+            item = trained.get((call.id, choice.index))
+            said = "not trained yet" if item is None else _trained(item)
+            console.print(f"    {len(choice.token_ids)} tokens sampled, {choice.finish_reason}; {said}")
+    return 0
+
+
+def _trained(item: dict[str, Any]) -> str:
+    if item.get("excluded"):
+        return f"not trained: {item['excluded']}"
+    return f"{item['trained']} tokens trained with advantage {item['advantage']:+.3f}"
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    parts = [] if message.get("content") in (None, "") else [str(message["content"])]
+    for tool_call in message.get("tool_calls") or []:
+        function = tool_call.get("function", {})
+        parts.append(f"{function.get('name')}({function.get('arguments')})")
+    return " ".join(parts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
