@@ -1,0 +1,143 @@
+"""Scenarios: read them from JSON Lines, name them, split them, put them in an order.
+
+A scenario is any JSON object. Its id is its ``"id"`` (text or a whole number), or else a hash of its content.
+The order of a run is a pure function of the seed and the step number: nothing is stored, so a run that was killed
+goes on exactly where it stood, on any machine and any Python.
+
+It refuses to guess: a line that cannot be used is an error that names file and line, never a skipped scenario.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from art_backends.errors import ScenarioError
+
+_KINDS = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One task input: its id and the JSON object itself, exactly as it was given."""
+
+    id: str
+    data: dict[str, Any]
+
+
+def load(source: str | Path | Iterable[Mapping[str, Any] | Scenario]) -> list[Scenario]:
+    """Scenarios of a JSON Lines file or of objects in memory; ScenarioError names what cannot be used and where."""
+    if isinstance(source, str | Path):
+        return read_jsonl(Path(source))
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise ScenarioError(f"scenarios must be a file or a list of objects, not {_kind(source)}")
+    rows: list[tuple[str, Scenario]] = []
+    for index, item in enumerate(source):
+        where = f"scenario {index}"
+        rows.append((where, item if isinstance(item, Scenario) else _scenario(item, where)))
+    return _distinct(rows, "the list of scenarios")
+
+
+def read_jsonl(path: Path) -> list[Scenario]:
+    """Scenarios of a file with one JSON object per line; blank lines are allowed, an empty file is an error."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ScenarioError(f"{path}: cannot be read: {error.strerror or error}") from None
+    rows: list[tuple[str, Scenario]] = []
+    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise ScenarioError(f"{where}: not UTF-8 (byte {error.start}): save the file as UTF-8") from None
+        if text.strip():
+            rows.append((where, _scenario(_parse(text, where), where)))
+    return _distinct(rows, str(path))
+
+
+def split(scenarios: list[Scenario], fraction: float, seed: int) -> tuple[list[Scenario], list[Scenario]]:
+    """(to train on, held out): a share of the scenarios chosen by seed and id, the same ones on every resume.
+
+    At least one scenario stays on each side; ScenarioError if there are fewer than two or the fraction is no share.
+    """
+    if not 0 < fraction < 1:
+        raise ScenarioError(f"held-out fraction must be between 0 and 1, not {fraction}")
+    if len(scenarios) < 2:
+        raise ScenarioError("one scenario cannot be split: give at least two, or a file of held-out scenarios")
+    count = min(max(round(len(scenarios) * fraction), 1), len(scenarios) - 1)
+    ranked = sorted(scenarios, key=lambda scenario: _digest(f"held-out:{seed}:{scenario.id}"))
+    chosen = {scenario.id for scenario in ranked[:count]}
+    return [s for s in scenarios if s.id not in chosen], [s for s in scenarios if s.id in chosen]
+
+
+def order(seed: int, step: int, groups_per_step: int, count: int) -> list[int]:
+    """Indices (0 ≤ i < count) of the scenarios of a training step (from 1), ``groups_per_step`` of them.
+
+    Steps read one endless stream of epochs, each a fresh permutation of all scenarios; a step may span two epochs.
+    """
+    if step < 1 or groups_per_step < 1 or count < 1:
+        raise ScenarioError(f"no order for step {step}, {groups_per_step} groups per step, {count} scenarios")
+    first = (step - 1) * groups_per_step
+    return [_permutation(seed, at // count, count)[at % count] for at in range(first, first + groups_per_step)]
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, count: int) -> tuple[int, ...]:
+    # Sorted by a hash rather than shuffled: random.shuffle promises no stable result between Python versions.
+    return tuple(sorted(range(count), key=lambda index: _digest(f"order:{seed}:{epoch}:{index}")))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _parse(text: str, where: str) -> Any:
+    def no_constant(name: str) -> NoReturn:
+        raise ScenarioError(f"{where}: {name} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise ScenarioError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise ScenarioError(f"{where}: nested too deeply") from None
+
+
+def _scenario(value: Any, where: str) -> Scenario:
+    if not isinstance(value, Mapping):
+        raise ScenarioError(f"{where}: a scenario must be a JSON object, this is {_kind(value)}")
+    data = dict(value)
+    try:
+        content = json.dumps(data, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ScenarioError(f"{where}: holds half of a surrogate pair (\\ud800…), which is not text") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ScenarioError(f"{where}: not a JSON object: {error}") from None
+    given = data.get("id")
+    if given is None:
+        return Scenario(hashlib.sha256(content).hexdigest()[:16], data)
+    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+        raise ScenarioError(f'{where}: "id" must be text or a whole number, this is {given!r}')
+    return Scenario(str(given), data)
+
+
+def _distinct(rows: list[tuple[str, Scenario]], source: str) -> list[Scenario]:
+    if not rows:
+        raise ScenarioError(f"{source}: no scenarios: write one JSON object per line")
+    seen: dict[str, str] = {}
+    for where, scenario in rows:
+        if scenario.id in seen:
+            what = f"id {scenario.id!r} repeats" if "id" in scenario.data else "the same content as"
+            raise ScenarioError(f"{where}: {what} {seen[scenario.id]}")
+        seen[scenario.id] = where
+    return [scenario for _, scenario in rows]
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), f"a {type(value).__name__}")
