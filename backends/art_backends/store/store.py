@@ -1,0 +1,315 @@
+"""The durable store of a run: rollouts, their calls, training steps, and token digests.
+
+Every method blocks and is one transaction; the server goes through ``AsyncStore``. All SQL is parametrised, and the
+filters of ``rollouts`` are a fixed list. A rollout's outcome can be written once: closing it again with the same
+content is a no-op, with other content a ConflictError.
+
+It refuses to hold secrets (only digests of tokens), to open a file that is damaged or of a newer release, and to
+take a call into a rollout that is closed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from art_backends.store import rows
+from art_backends.store.codec import pack_json, unpack_json
+from art_backends.store.database import ConflictError, Database, NotFoundError
+from art_backends.trajectories import Call, CallStatus, Purpose, Rollout, RolloutError
+
+TokenKind = Literal["admin", "agent", "rollout"]
+MAX_PAGE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a bearer token may do; ``digest`` is the SHA-256 of the token in hexadecimal."""
+
+    digest: str
+    kind: TokenKind
+    rollout_id: str | None
+    policy: str | None
+
+
+class Store:
+    """See the module. Open with ``Store.open(path)``; thread-safe."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open(cls, path: Path) -> Store:
+        """Open or create the store; StoreError if it is damaged, newer than this release, or cannot be written."""
+        return cls(Database(Path(path)))
+
+    def close(self) -> None:
+        self._database.close()
+
+    @property
+    def path(self) -> Path:
+        return self._database.path
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing more is written (a failed fsync), or None."""
+        return self._database.broken
+
+    # tokens
+
+    def add_token(self, kind: TokenKind, digest: str, rollout_id: str | None = None, policy: str | None = None) -> None:
+        """Remember a token by its digest; the same digest again replaces what it stood for."""
+        with self._database.write() as connection:
+            _insert_token(connection, kind, digest, rollout_id, policy)
+
+    def find_token(self, digest: str) -> Token | None:
+        with self._database.read() as connection:
+            row = connection.execute(
+                "SELECT digest, kind, rollout_id, policy FROM tokens WHERE digest = ?", (digest,)
+            ).fetchone()
+        return None if row is None else Token(row[0], cast(TokenKind, row[1]), row[2], row[3])
+
+    def drop_tokens(self, kind: TokenKind, keep: Iterable[str] = ()) -> None:
+        """Forget the tokens of a kind, but those whose digests are in ``keep``."""
+        kept = set(keep)
+        with self._database.write() as connection:
+            found = [row[0] for row in connection.execute("SELECT digest FROM tokens WHERE kind = ?", (kind,))]
+            connection.executemany(
+                "DELETE FROM tokens WHERE digest = ?", [(item,) for item in found if item not in kept]
+            )
+
+    # rollouts
+
+    def open_rollout(self, rollout: Rollout, token_digest: str | None = None) -> None:
+        """Write an open rollout, and its token with it. ConflictError if the id is taken."""
+        with self._database.write() as connection:
+            rows.insert_rollout(connection, rollout)
+            if token_digest is not None:
+                _insert_token(connection, "rollout", token_digest, rollout.id, rollout.policy)
+
+    def close_rollout(
+        self,
+        rollout_id: str,
+        *,
+        output: Any = None,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        error: RolloutError | None = None,
+        fault: str | None = None,
+        finished: float | None = None,
+    ) -> Rollout:
+        """Close a rollout with its outcome and return it without its calls.
+
+        Again with equal content: the stored one. ConflictError for other content, NotFoundError for an unknown id.
+        """
+        result = {
+            "output": output,
+            "metrics": dict(metrics or {}),
+            "error": None if error is None else error.model_dump(mode="json"),
+        }
+        with self._database.write() as connection:
+            row = _rollout_row(connection, rollout_id)
+            if row is None:
+                raise NotFoundError(f"there is no rollout {rollout_id!r} in {self.path}")
+            if row["closed"]:
+                stored = (unpack_json(row["result_json"]), row["reward"], row["fault"])
+                if stored != (unpack_json(pack_json(result)), reward, fault):
+                    was = f"fault {row['fault']!r}" if row["fault"] else f"reward {row['reward']}"
+                    raise ConflictError(f"rollout {rollout_id} is closed already with another outcome ({was})")
+                return rows.rollout_of(row)
+            connection.execute(
+                "UPDATE rollouts SET closed = 1, result_json = ?, reward = ?, fault = ?, finished = ? WHERE id = ?",
+                (pack_json(result), reward, fault, time.time() if finished is None else finished, rollout_id),
+            )
+            return rows.rollout_of(cast(sqlite3.Row, _rollout_row(connection, rollout_id)))
+
+    def close_open_rollouts(self, *, fault: str, opened_before: float) -> list[str]:
+        """Close every open rollout that was opened before a time (seconds since the epoch); returns their ids."""
+        with self._database.write() as connection:
+            found = [
+                row[0]
+                for row in connection.execute(
+                    "SELECT id FROM rollouts WHERE closed = 0 AND opened < ? ORDER BY number", (opened_before,)
+                )
+            ]
+            result = pack_json({"output": None, "metrics": {}, "error": None})
+            connection.executemany(
+                "UPDATE rollouts SET closed = 1, fault = ?, result_json = ?, finished = ? WHERE id = ?",
+                [(fault, result, time.time(), rollout_id) for rollout_id in found],
+            )
+        return found
+
+    def rollout(self, rollout_id: str) -> Rollout | None:
+        """The rollout with its calls, or None."""
+        with self._database.read() as connection:
+            row = _rollout_row(connection, rollout_id)
+            if row is None:
+                return None
+            return rows.rollout_of(row, rows.calls_of(connection, [rollout_id])[rollout_id])
+
+    def rollouts_by_id(self, rollout_ids: Iterable[str]) -> list[Rollout]:
+        """These rollouts with their calls, ordered by id; unknown ids are left out."""
+        wanted = sorted(set(rollout_ids))
+        found: list[Rollout] = []
+        with self._database.read() as connection:
+            for start in range(0, len(wanted), rows.BATCH):
+                batch = wanted[start : start + rows.BATCH]
+                calls = rows.calls_of(connection, batch)
+                marks = ", ".join("?" * len(batch))
+                found += [
+                    rows.rollout_of(row, calls[row["id"]])
+                    for row in connection.execute(
+                        f"SELECT * FROM rollouts WHERE id IN ({marks}) ORDER BY id",  # noqa: S608  only marks
+                        batch,
+                    )
+                ]
+        return found
+
+    def rollouts(
+        self,
+        *,
+        policy: str | None = None,
+        step: int | None = None,
+        purpose: Purpose | str | None = None,
+        closed: bool | None = None,
+        group: str | None = None,
+        limit: int = 1000,
+        after: str | None = None,
+        with_calls: bool = False,
+    ) -> list[Rollout]:
+        """Rollouts in order of opening; ``after`` is the id of the last one of the page before."""
+        filters = {
+            "policy = ?": policy,
+            "step = ?": step,
+            "purpose = ?": None if purpose is None else Purpose(purpose).value,
+            "closed = ?": closed,
+            "group_name = ?": group,
+            "number > (SELECT number FROM rollouts WHERE id = ?)": after,
+        }
+        given = {clause: value for clause, value in filters.items() if value is not None}
+        where = f"WHERE {' AND '.join(given)}" if given else ""
+        with self._database.read() as connection:
+            found = connection.execute(
+                f"SELECT * FROM rollouts {where} ORDER BY number LIMIT ?",  # noqa: S608  clauses are literals above
+                [*given.values(), max(0, min(limit, MAX_PAGE))],
+            ).fetchall()
+            calls = rows.calls_of(connection, [row["id"] for row in found]) if with_calls else {}
+            return [rows.rollout_of(row, calls.get(row["id"], ())) for row in found]
+
+    # calls
+
+    def begin_call(self, call: Call) -> None:
+        """Write a call's intent. ConflictError if its rollout is closed (or unknown), or its id is taken."""
+        with self._database.write() as connection:
+            if call.rollout_id is not None:
+                row = _rollout_row(connection, call.rollout_id)
+                if row is None or row["closed"]:
+                    state = "unknown" if row is None else "closed"
+                    raise ConflictError(f"call {call.id}: rollout {call.rollout_id} is {state}")
+            if connection.execute("SELECT 1 FROM calls WHERE id = ?", (call.id,)).fetchone():
+                raise ConflictError(f"call {call.id} has begun already")
+            rows.write_call(connection, call)
+
+    def finish_call(self, call: Call) -> None:
+        """Write a call's outcome in place of its intent; the same outcome again changes nothing.
+
+        A call that ends after its rollout was closed is kept but marked ``excluded="late"``: what a closed rollout
+        trains never changes any more.
+        """
+        with self._database.write() as connection:
+            row = None if call.rollout_id is None else _rollout_row(connection, call.rollout_id)
+            if row is not None and row["closed"]:
+                before = connection.execute("SELECT status FROM calls WHERE id = ?", (call.id,)).fetchone()
+                if before is not None and before[0] != CallStatus.OPEN.value:
+                    return
+                call = call.model_copy(update={"excluded": call.excluded or "late"})
+            rows.write_call(connection, call)
+
+    def calls(self, rollout_id: str) -> list[Call]:
+        """The calls of a rollout in order of arrival."""
+        with self._database.read() as connection:
+            return rows.calls_of(connection, [rollout_id])[rollout_id]
+
+    # steps
+
+    def record_step(self, policy: str, step: int, outcome: Mapping[str, Any]) -> None:
+        """Write a step's outcome ({"kind", "version", "metrics", "tokens": {rollout id: […]}, …}); once per step."""
+        rest = {key: value for key, value in outcome.items() if key != "tokens"}
+        with self._database.write() as connection:
+            done = connection.execute(
+                "INSERT INTO steps (policy, step, kind, version, outcome_json, recorded) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT DO NOTHING",
+                (policy, step, str(rest.get("kind", "")), rest.get("version"), pack_json(rest), time.time()),
+            )
+            if done.rowcount:
+                connection.executemany(
+                    "INSERT OR REPLACE INTO trained (rollout_id, policy, step, calls_json) VALUES (?, ?, ?, ?)",
+                    [(key, policy, step, pack_json(value)) for key, value in dict(outcome.get("tokens") or {}).items()],
+                )
+
+    def step(self, policy: str, step: int) -> dict[str, Any] | None:
+        """A step's outcome as recorded, or None."""
+        with self._database.read() as connection:
+            row = connection.execute(
+                "SELECT outcome_json FROM steps WHERE policy = ? AND step = ?", (policy, step)
+            ).fetchone()
+            if row is None:
+                return None
+            trained = connection.execute(
+                "SELECT rollout_id, calls_json FROM trained WHERE policy = ? AND step = ? ORDER BY rollout_id",
+                (policy, step),
+            ).fetchall()
+        return {**unpack_json(row[0]), "tokens": {item[0]: unpack_json(item[1]) for item in trained}}
+
+    def steps(self, policy: str) -> list[dict[str, Any]]:
+        """All outcomes of a policy in order, each with its ``step``, without the lists of tokens."""
+        with self._database.read() as connection:
+            found = connection.execute(
+                "SELECT step, outcome_json FROM steps WHERE policy = ? ORDER BY step", (policy,)
+            ).fetchall()
+        return [{**unpack_json(row[1]), "step": row[0]} for row in found]
+
+    def drop_steps(self, policy: str, *, from_step: int) -> int:
+        """Forget the steps from a number on (their adapter versions are gone); returns how many."""
+        with self._database.write() as connection:
+            connection.execute("DELETE FROM trained WHERE policy = ? AND step >= ?", (policy, from_step))
+            return connection.execute("DELETE FROM steps WHERE policy = ? AND step >= ?", (policy, from_step)).rowcount
+
+    def trained(self, rollout_id: str) -> list[dict[str, Any]]:
+        """What was trained of a rollout: [{"policy", "step", "calls": [{"call", "choice", "trained", …}]}]."""
+        with self._database.read() as connection:
+            found = connection.execute(
+                "SELECT policy, step, calls_json FROM trained WHERE rollout_id = ? ORDER BY step", (rollout_id,)
+            ).fetchall()
+        return [{"policy": row[0], "step": row[1], "calls": unpack_json(row[2])} for row in found]
+
+    def counts(self) -> dict[str, int]:
+        """How many rollouts are open, closed and faulty; how many calls there are, drifted or excluded."""
+        with self._database.read() as connection:
+            rollouts = connection.execute(
+                "SELECT count(*) - coalesce(sum(closed), 0), coalesce(sum(closed), 0), count(fault) FROM rollouts"
+            ).fetchone()
+            calls = connection.execute(
+                "SELECT count(*), count(excluded), coalesce(sum(drifted), 0), coalesce(sum(status = 'error'), 0),"
+                " coalesce(sum(status = 'open'), 0) FROM calls"
+            ).fetchone()
+        names = ("open", "closed", "faulty", "calls", "excluded", "drifted", "errors", "unfinished")
+        return dict(zip(names, (*rollouts, *calls), strict=True))
+
+
+def _insert_token(
+    connection: sqlite3.Connection, kind: TokenKind, digest: str, rollout_id: str | None, policy: str | None
+) -> None:
+    connection.execute(
+        "INSERT OR REPLACE INTO tokens (digest, kind, rollout_id, policy, created) VALUES (?, ?, ?, ?, ?)",
+        (digest, kind, rollout_id, policy, time.time()),
+    )
+
+
+def _rollout_row(connection: sqlite3.Connection, rollout_id: str) -> sqlite3.Row | None:
+    row: sqlite3.Row | None = connection.execute("SELECT * FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    return row
