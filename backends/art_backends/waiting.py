@@ -1,0 +1,147 @@
+"""Waits that end: a deadline on code that may never return, and an event loop that a hung thread cannot hold.
+
+``bounded`` gives up on a coroutine even if it swallows its cancellation; ``in_thread`` runs blocking code on a daemon
+thread, so that a hung one does not keep the process alive; ``run_to_end`` is ``asyncio.run`` with a Ctrl-C that
+stops cleanly and an executor wide enough for many rollouts at once.
+
+It refuses to kill: a thread that hangs is left behind and counted (``abandoned``), for Python cannot end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+GRACE = 5.0  # seconds that cancelled code has to end
+_left_behind: set[asyncio.Task[Any]] = set()  # tasks that ignored their cancellation; the handle keeps them alive
+
+
+class OverdueError(TimeoutError):
+    """The deadline of ``bounded`` passed. Told apart from a TimeoutError that the code itself raised."""
+
+
+class SelfCancelledError(RuntimeError):
+    """The code cancelled itself, which is not the same as the caller being cancelled."""
+
+
+def abandoned() -> int:
+    """How many tasks and threads were given up and still run."""
+    threads = sum(thread.name == "art-in-thread" for thread in threading.enumerate())
+    return len(_left_behind) + threads
+
+
+async def bounded(work: Coroutine[Any, Any, T], seconds: float, *, grace: float = GRACE) -> T:
+    """Await ``work`` for at most ``seconds``; then cancel it, wait ``grace`` seconds and raise OverdueError."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        await _give_up(task, grace)
+        raise
+    if not task.done():
+        await _give_up(task, grace)
+        raise OverdueError(f"not done within {seconds:g} s")
+    if task.cancelled():
+        raise SelfCancelledError("cancelled itself")
+    return task.result()
+
+
+async def _give_up(task: asyncio.Task[Any], grace: float) -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=grace)
+    if not task.done():
+        _left_behind.add(task)
+    task.add_done_callback(_forget)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _left_behind.discard(task)
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not report it as never retrieved
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking function on a daemon thread of its own, with the caller's context variables."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if future.done():  # given up meanwhile
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)  # type: ignore[arg-type]
+
+    def work() -> None:
+        value: T | None = None
+        failure: BaseException | None = None
+        try:
+            value = context.run(function, *arguments)
+        except BaseException as error:  # noqa: BLE001 - boundary: whatever the code raises belongs to who awaits it
+            # SystemExit would end the event loop, StopIteration cannot be set on a future
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            failure = error if plain else RuntimeError(f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=work, name="art-in-thread", daemon=True).start()
+    return await future
+
+
+def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64) -> T:
+    """Run a coroutine to its end on a new event loop; the first Ctrl-C cancels it, the second stops at once.
+
+    KeyboardInterrupt after a cancelled run. RuntimeError if this thread already runs an event loop.
+    ``threads``: width of the default executor, where frameworks run the blocking parts of an agent.
+    """
+    loop = asyncio.new_event_loop()
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="art-agent")
+    loop.set_default_executor(executor)
+    interrupted = False
+    task = loop.create_task(main)
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        loop.remove_signal_handler(signal.SIGINT)  # the next one is Python's own
+        task.cancel()
+
+    # Signal handlers exist on the main thread only; elsewhere Ctrl-C is the main thread's to handle.
+    if threading.current_thread() is threading.main_thread():
+        with suppress(NotImplementedError):
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        return loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        _close(loop, executor)
+
+
+def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=GRACE))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    # Not loop.shutdown_default_executor(): it waits for ever for a thread that hangs.
+    executor.shutdown(wait=False, cancel_futures=True)
+    loop.close()
+
+
+async def resolve(value: T | Awaitable[T]) -> T:
+    """Await a value if it is awaitable."""
+    return await value if isinstance(value, Awaitable) else value
