@@ -1,0 +1,386 @@
+"""The main job: evaluate, then run → score → group → train → swap, step by step, then evaluate again.
+
+Everything that a step needs is a function of its number and of what the server has durably: scenarios by ``order``,
+closed rollouts reused, training idempotent. So a run that was stopped or killed at any point goes on with the same
+command, and repeats nothing that was closed.
+
+It refuses to train on nothing: three steps in a row without a spread of rewards, an agent without a trainable call, or
+a reward that fails for a whole step end the run with words that say what came back and what helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from art_backends.client import StepOutcome, StepProgress
+from art_backends.config import TrainConfig
+from art_backends.display import Display, StepLine
+from art_backends.errors import ArtError, NothingToLearnError, RewardError, ServerError, TrainingError
+from art_backends.report import Evaluation, Report, can_draw, draw_curves
+from art_backends.rewards.values import Reward
+from art_backends.rollouts import Control, Player, RunAgent, Slot, Success, control
+from art_backends.scenarios import Scenario, order
+from art_backends.summary import by_step, common_error, evaluation, evaluation_row, fill, reached, scored, step_row
+from art_backends.tracking import MetricsFile, Row, Sink
+from art_backends.trajectories import CallStatus, Purpose, Rollout
+
+MAX_SKIPPED = 3  # steps in a row in which nothing was learned, until the run ends
+STALL_SECONDS = 1800.0  # a training step that makes no progress for so long has hung
+POLL_SECONDS = 2.0  # between looks at the engine's speed
+SAMPLE = 8  # rollouts whose calls are looked at to see whether the agent can be trained
+
+
+async def run(
+    *,
+    client: Control,
+    config: TrainConfig,
+    scenarios: Sequence[Scenario],
+    held_out: Sequence[Scenario],
+    run_agent: RunAgent,
+    reward: Reward,
+    display: Display,
+    success: Success | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Report:
+    """Make the training steps that are still to be made; returns (and writes to the run folder) the report.
+
+    ``success`` judges a run where the reward has no "success" part. ``sinks`` get each row of metrics.jsonl too.
+    Raises RewardError, NothingToLearnError, TrainingError, ServerError, StoreError; CancelledError when interrupted,
+    with all open rollouts closed.
+    """
+    metrics = MetricsFile(config.folder / "metrics.jsonl")
+    player = Player(client, config, run_agent, reward, success)
+    try:
+        with display:
+            loop = _Loop(
+                client=client,
+                config=config,
+                scenarios=scenarios,
+                held_out=held_out,
+                player=player,
+                display=display,
+                metrics=metrics,
+                sinks=list(sinks),
+            )
+            return await loop.run()
+    finally:
+        metrics.close()
+
+
+class _Loop:
+    def __init__(
+        self,
+        *,
+        client: Control,
+        config: TrainConfig,
+        scenarios: Sequence[Scenario],
+        held_out: Sequence[Scenario],
+        player: Player,
+        display: Display,
+        metrics: MetricsFile,
+        sinks: list[Sink],
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._scenarios = scenarios
+        self._held_out = held_out
+        self._player = player
+        self._display = display
+        self._metrics = metrics
+        self._sinks = sinks
+        self._version = 0
+        self._digest: str | None = None
+        self._steps: dict[int, Row] = {}  # by step
+        self._parts: list[Row] = list(metrics.rows)  # all rows, those of interrupted steps too
+        self._evaluations: dict[int, Evaluation] = {}
+        self._engine: dict[str, float] = {}  # done since the last row
+        self._last_engine: dict[str, float] = {}
+        self._drifted: int | None = None
+        self._trainable = False  # whether a trainable call of the agent was seen
+
+    async def run(self) -> Report:
+        began = time.monotonic()
+        speed = asyncio.get_running_loop().create_task(self._watch_speed())
+        step: int | None = None
+        try:
+            committed = await self._read_status()
+            self._steps = by_step(self._metrics.rows, self._version)
+            await self._recover(committed)
+            before = await self._evaluate(0, 0)
+            step = max([committed, *self._steps]) + 1
+            skipped = 0
+            while step <= self._config.steps and not self._reached():
+                began = time.monotonic()
+                row = await self._step(step)
+                skipped = skipped + 1 if row["outcome"] == "skipped" else 0
+                if skipped >= MAX_SKIPPED:
+                    raise NothingToLearnError(_nothing(row, skipped))
+                if self._config.eval_every and step % self._config.eval_every == 0:
+                    await self._evaluate(step, self._version)
+                step += 1
+            after = await self._evaluate(step - 1, self._version) if self._version else before
+            return self._report(before, after)
+        except asyncio.CancelledError:
+            if step is not None and step not in self._steps:
+                self._write({"interrupted": step, "seconds": time.monotonic() - began})
+            where = "before the first step" if step is None else f"in step {step}"
+            self._display.note(f"stopped {where}; nothing that was finished is lost: the same command goes on")
+            raise
+        finally:
+            speed.cancel()
+            await asyncio.gather(speed, return_exceptions=True)
+
+    async def _read_status(self) -> int:
+        """Note version, digest and the engine's counters; returns the last step that the server knows as made."""
+        status = await control(self._client.status())
+        self._count_engine(status)
+        for policy in status.get("policies", []):
+            if policy.get("name") == self._config.name:
+                self._version = int(policy["version"])
+                self._digest = policy.get("digest")
+                return int(policy.get("step") or 0)
+        raise ServerError(f"the server has no policy {self._config.name!r}; start it with the settings of this run")
+
+    async def _recover(self, committed: int) -> None:
+        """Rows of steps that were made, but whose figures a crash kept from the metrics file."""
+        missing = [step for step in range(1, committed + 1) if step not in self._steps]
+        if not missing:
+            return
+        outcomes = {item.get("step"): item for item in await control(self._client.steps(self._config.name))}
+        for step in missing:
+            if step not in outcomes:
+                continue
+            rollouts = await control(
+                self._client.rollouts(policy=self._config.name, step=step, purpose=Purpose.TRAIN, closed=True)
+            )
+            row = step_row(step, rollouts, outcomes[step])
+            times = [(rollout.opened, rollout.finished or rollout.opened) for rollout in rollouts]
+            if times:
+                row["seconds"] = max(end for _, end in times) - min(start for start, _ in times)
+                row["seconds"] += row.get("step_seconds") or 0.0
+            self._steps[step] = row
+            self._write(row)
+        self._steps = dict(sorted(self._steps.items()))
+
+    async def _evaluate(self, step: int, version: int) -> list[Rollout]:
+        """Rollouts of the held-out scenarios on a version; those of a stopped run are reused, the base's always."""
+        if not self._held_out:
+            return []
+        slots = [Slot(Purpose.EVAL, step, scenario.id, 0, scenario, version) for scenario in self._held_out]
+        name = "base evaluation" if version == 0 else f"evaluation after step {step}"
+        self._display.phase(name, len(slots))
+        rollouts = await self._player.collect(slots, self._display.advance)
+        self._check_rewards(rollouts, name)
+        if not self._trainable:
+            await self._check_calls(rollouts)
+        passed = evaluation(step, f"{self._config.name}@{version}", rollouts)
+        self._evaluations[step] = passed
+        known = any(
+            row.get("evaluation") == step and row.get("version") == passed.version for row in self._metrics.rows
+        )
+        if not known:
+            self._write(evaluation_row(passed))
+        figures = [f"reward {passed.reward:.3f}" if passed.reward is not None else ""]
+        figures.append(f"success {passed.success:.3f}" if passed.success is not None else "")
+        self._display.note(f"{name}: " + ", ".join(filter(None, [*figures, f"{passed.scenarios} scenarios"])))
+        if passed.faults:
+            self._display.warn(
+                f"{passed.faults} of {len(rollouts)} held-out rollouts were excluded: {_fault(rollouts)}"
+            )
+        return rollouts
+
+    async def _step(self, step: int) -> Row:
+        began = time.monotonic()
+        slots = self._slots(step)
+        self._display.phase(f"step {step}: rollouts", len(slots))
+        rollouts = await self._player.collect(slots, self._display.advance)
+        self._check_rewards(rollouts, f"step {step}")
+        if not self._trainable:
+            await self._check_calls(rollouts)
+        played = time.monotonic()
+        outcome = await self._train(step, [rollout.id for rollout in scored(rollouts)])
+        await self._read_status()
+        row = step_row(step, rollouts, outcome.model_dump(exclude={"tokens"}))
+        ended = time.monotonic()
+        row |= {"seconds": ended - began, "rollout_seconds": played - began, "train_seconds": ended - played}
+        row |= {f"engine/{name}": value for name, value in self._engine.items()}
+        self._engine = {}
+        self._steps[step] = row
+        self._write(row)
+        self._show(row, rollouts)
+        return row
+
+    def _slots(self, step: int) -> list[Slot]:
+        slots = []
+        seen: Counter[str] = Counter()
+        for index in order(self._config.seed, step, self._config.groups_per_step, len(self._scenarios)):
+            scenario = self._scenarios[index]
+            seen[scenario.id] += 1
+            # A scenario that comes twice in a step is two groups, each with its own mean.
+            group = scenario.id if seen[scenario.id] == 1 else f"{scenario.id}#{seen[scenario.id]}"
+            for sample in range(self._config.group_size):
+                slots.append(Slot(Purpose.TRAIN, step, group, sample, scenario, self._version))
+        return slots
+
+    async def _train(self, step: int, rollout_ids: list[str]) -> StepOutcome:
+        self._display.phase(f"step {step}: training", 0)
+        seen: StepProgress | None = None
+
+        def progress(now: StepProgress) -> None:
+            nonlocal seen
+            if now != seen:
+                if seen is None or now.packs != seen.packs:
+                    self._display.phase(f"step {step}: training", now.packs)
+                self._display.advance(now.packs_done)
+                watch.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
+                seen = now
+
+        try:
+            async with asyncio.timeout(STALL_SECONDS) as watch:
+                return await self._client.train_step(step, self._config, rollout_ids=rollout_ids, progress=progress)
+        except TimeoutError:
+            raise TrainingError(
+                f"step {step}: training made no progress for {STALL_SECONDS / 60:.0f} minutes; see logs/worker.log of "
+                f"{self._config.folder}; the same command goes on from this step"
+            ) from None
+
+    def _check_rewards(self, rollouts: Sequence[Rollout], where: str) -> None:
+        """Stop if not one rollout has a reward: as RewardError if the reward is why, else as ServerError."""
+        if not rollouts or scored(rollouts):
+            return
+        failed = [rollout for rollout in rollouts if (rollout.fault or "").startswith("reward:")]
+        if failed:
+            raise RewardError(
+                f"{where}: the reward function failed for every rollout it was asked about ({len(failed)}): it "
+                f"{_fault(failed).removeprefix('reward: ')}"
+            )
+        raise ServerError(f"{where}: no rollout came through: {_fault(rollouts)}; see logs/ in {self._config.folder}")
+
+    async def _check_calls(self, rollouts: Sequence[Rollout]) -> None:
+        """Stop before training if the agent makes no model call, or only calls under a grammar."""
+        counted = scored(rollouts)
+        if not counted:
+            return
+        chosen = sorted(counted, key=lambda rollout: rollout.error is not None)[:SAMPLE]
+        calls = [call for rollout in chosen for call in (await control(self._client.rollout(rollout.id))).calls]
+        if not calls:
+            raise NothingToLearnError(_no_calls(counted))
+        answered = [call for call in calls if call.status == CallStatus.OK]
+        if answered and all(call.sampling.constrained for call in answered):
+            raise NothingToLearnError(
+                "nothing to learn from: every model call of the agent is constrained by a grammar (response_format, "
+                "with_structured_output, or a forced tool_choice), so its token probabilities are not the model's own. "
+                "What helps: tool_choice='auto', or free text that the agent parses itself"
+            )
+        self._trainable = bool(answered)
+
+    def _show(self, row: Row, rollouts: Sequence[Rollout]) -> None:
+        line = StepLine(
+            step=row["step"],
+            steps=self._config.steps,
+            reward=row["reward"],
+            success=row["success"],
+            seconds=row["seconds"],
+            errors=row["errors"],
+            faults=row["faults"],
+            version=f"{self._config.name}@{row['version']}",
+            skipped=row.get("reason", "no reason given") if row["outcome"] == "skipped" else "",
+        )
+        self._display.step(line)
+        if line.skipped:
+            self._display.warn(f"step {line.step}: nothing to learn from ({line.skipped}); rewards: {row['rewards']}")
+        if line.faults:
+            self._display.warn(f"step {line.step}: {line.faults} rollouts were excluded: {_fault(rollouts)}")
+        if line.errors == len(rollouts):
+            self._display.warn(f"step {line.step}: the agent failed in every rollout: {common_error(rollouts)}")
+
+    def _write(self, row: Row) -> None:
+        self._parts.append(row)
+        self._metrics.write(row)
+        for sink in list(self._sinks):
+            try:
+                sink.write(row)
+            except Exception as error:  # noqa: BLE001 - boundary: a sink is the user's code and not worth a run
+                self._sinks.remove(sink)
+                self._display.warn(
+                    f"metrics sink {type(sink).__name__} is switched off: {type(error).__name__}: {error}"
+                )
+
+    def _reached(self) -> bool:
+        return reached(list(self._steps.values()), self._config.target_success, self._config.target_steps)
+
+    def _report(self, before: Sequence[Rollout], after: Sequence[Rollout]) -> Report:
+        config = self._config
+        report = Report(policy=config.name, base_model=config.base_model, model_digest=self._digest)
+        report.version = f"{config.name}@{self._version}"
+        report.stopped = "target" if self._reached() else "steps"
+        rows = list(self._steps.values())
+        fill(report, rows, self._parts, before, after)
+        report.drifted_calls = self._drifted
+        report.evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
+        report.write(config.folder / "report.json")
+        if rows and can_draw():
+            draw_curves(rows, report.evaluations, config.folder / "curves.png")
+        elif rows:
+            self._display.note("no curves were drawn: pip install 'art-inplace[plot]'")
+        return report
+
+    def _count_engine(self, status: dict[str, Any]) -> None:
+        """Add what the engine did since the last look; its counters begin at 0 again after a restart."""
+        drifted = (status.get("rollouts") or {}).get("drifted")
+        self._drifted = None if drifted is None else int(drifted)
+        now = status.get("engine") or {}
+        for name in ("tokens_sampled", "busy_seconds"):
+            value = float(now.get(name) or 0.0)
+            last = self._last_engine.get(name)
+            if last is not None:
+                self._engine[name] = self._engine.get(name, 0.0) + (value - last if value >= last else value)
+            self._last_engine[name] = value
+
+    async def _watch_speed(self) -> None:
+        """Show the engine's speed while the run goes on. Trouble here is the main job's to notice, not this one's."""
+        last: tuple[float, float] | None = None
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            with suppress(ArtError):
+                engine = (await control(self._client.status())).get("engine") or {}
+                now = (time.monotonic(), float(engine.get("tokens_sampled") or 0.0))
+                if last is not None and now[1] > last[1]:
+                    self._display.speed((now[1] - last[1]) / (now[0] - last[0]))
+                last = now
+
+
+def _fault(rollouts: Sequence[Rollout]) -> str:
+    """The most frequent fault, with its count and how many other kinds there were."""
+    counts = Counter(rollout.fault for rollout in rollouts if rollout.fault is not None)
+    text, number = counts.most_common(1)[0]
+    return f"{text} (×{number})" + (f", and {len(counts) - 1} other kinds" if len(counts) > 1 else "")
+
+
+def _nothing(row: Row, skipped: int) -> str:
+    return (
+        f"nothing to learn from: in {skipped} steps in a row no group of rollouts had a spread of rewards "
+        f"({row.get('reason') or 'all rewards of a group were equal'}). Rewards of the last step: {row['rewards']}. "
+        "What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones if all "
+        "fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example in the "
+        "agent's prompt"
+    )
+
+
+def _no_calls(rollouts: Sequence[Rollout]) -> str:
+    failed = [rollout.error for rollout in rollouts if rollout.error is not None]
+    if len(failed) < len(rollouts):
+        return (
+            "nothing to learn from: the agent made no model call that was captured. Its calls must go through the "
+            "openai SDK (ChatOpenAI does), in its own process, and to a model name in --models if that is set"
+        )
+    trace = failed[0].traceback or ""
+    return (
+        f"nothing to learn from: the agent failed before its first model call in every rollout: "
+        f"{common_error(rollouts)}\n{trace}".rstrip()
+    )

@@ -1,0 +1,170 @@
+"""From rollouts and step outcomes to figures: the row of a step, an evaluation, the totals of a report.
+
+Pure functions over plain data. It refuses to fill gaps: a rollout with a fault is counted as a fault and enters no
+mean, and a figure of which nothing is known is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from art_backends.report import Evaluation, Example, Report, histogram, wilson
+from art_backends.trajectories import Rollout
+
+Row = dict[str, Any]
+
+DIFFERENCE = "sampling/sampling_logp_difference"
+
+
+def scored(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Those that count: closed, without a fault, with a reward."""
+    return [rollout for rollout in rollouts if rollout.fault is None and rollout.reward is not None]
+
+
+def rewards(rollouts: Iterable[Rollout]) -> list[float]:
+    return [rollout.reward for rollout in scored(rollouts) if rollout.reward is not None]
+
+
+def successes(rollouts: Sequence[Rollout]) -> list[float] | None:
+    """Success of each scored rollout: the reward's "success" part, or the reward itself where all are 0 or 1."""
+    counted = scored(rollouts)
+    if not counted:
+        return None
+    named = [rollout.metrics["success"] for rollout in counted if "success" in rollout.metrics]
+    if named:
+        # A part that some runs lack is not 0 there: the share would mean something else for each step.
+        return named if len(named) == len(counted) else None
+    plain = rewards(rollouts)
+    return plain if set(plain) <= {0.0, 1.0} else None
+
+
+def mean(values: Sequence[float] | None) -> float | None:
+    return fmean(values) if values else None
+
+
+def common_error(rollouts: Iterable[Rollout]) -> str | None:
+    """The agent's most frequent error in words, with its count."""
+    counts = Counter(f"{r.error.type}: {r.error.message[:300]}" for r in rollouts if r.error is not None)
+    if not counts:
+        return None
+    text, number = counts.most_common(1)[0]
+    return f"{text} (×{number})"
+
+
+def evaluation(step: int, version: str, rollouts: Sequence[Rollout]) -> Evaluation:
+    """One pass over the held-out scenarios in figures."""
+    counted = scored(rollouts)
+    return Evaluation(
+        step=step,
+        version=version,
+        scenarios=len(counted),
+        reward=mean(rewards(rollouts)),
+        success=mean(successes(rollouts)),
+        errors=sum(rollout.error is not None for rollout in counted),
+        faults=len(rollouts) - len(counted),
+    )
+
+
+def evaluation_row(passed: Evaluation) -> Row:
+    return {
+        "evaluation": passed.step,
+        "version": passed.version,
+        "held_out/reward": passed.reward,
+        "held_out/success": passed.success,
+        "held_out/scenarios": passed.scenarios,
+        "held_out/faults": passed.faults,
+    }
+
+
+def step_row(step: int, rollouts: Sequence[Rollout], outcome: Mapping[str, Any]) -> Row:
+    """A step in figures. ``outcome`` has kind, version (a number), reason and the trainer's metrics."""
+    counted = scored(rollouts)
+    values = rewards(rollouts)
+    row: Row = {"step": step, "outcome": outcome["kind"], "version": outcome["version"]}
+    if outcome.get("reason"):
+        row["reason"] = outcome["reason"]
+    row |= {key: value for key, value in (outcome.get("metrics") or {}).items() if value is not None}
+    row |= {
+        "rollouts": len(rollouts),
+        "errors": sum(rollout.error is not None for rollout in counted),
+        "faults": len(rollouts) - len(counted),
+        "reward": mean(values),
+        "reward_std": pstdev(values) if values else None,
+        "success": mean(successes(rollouts)),
+        "rewards": histogram(values),
+    }
+    named: dict[str, list[float]] = defaultdict(list)
+    for rollout in counted:
+        for name, value in rollout.metrics.items():
+            named[name].append(value)
+    return row | {f"reward/{name}": fmean(part) for name, part in sorted(named.items())}
+
+
+def by_step(rows: Iterable[Mapping[str, Any]], newest: int) -> dict[int, Row]:
+    """The rows of training steps; a later row of a step wins, rows of versions beyond ``newest`` were never served."""
+    found = {row["step"]: dict(row) for row in rows if isinstance(row.get("step"), int) and "outcome" in row}
+    return {step: row for step, row in sorted(found.items()) if int(row.get("version", 0)) <= newest}
+
+
+def reached(rows: Sequence[Mapping[str, Any]], target: float | None, in_a_row: int) -> bool:
+    """Whether the last ``in_a_row`` steps each sampled at least ``target`` success."""
+    last = rows[-in_a_row:]
+    return target is not None and len(last) == in_a_row and all((row.get("success") or 0.0) >= target for row in last)
+
+
+def examples(before: Sequence[Rollout], after: Sequence[Rollout], limit: int = 5) -> list[Example]:
+    """Held-out scenarios before and after, those with the largest change of reward first, better or worse."""
+    first = {rollout.group: rollout for rollout in scored(before)}
+    pairs = [(first[rollout.group], rollout) for rollout in scored(after) if rollout.group in first]
+    pairs.sort(key=lambda pair: -abs((pair[1].reward or 0.0) - (pair[0].reward or 0.0)))
+    return [
+        Example(old.scenario, _shown(old), _shown(new), old.reward, new.reward) for old, new in pairs[: max(limit, 0)]
+    ]
+
+
+def fill(
+    report: Report, rows: Sequence[Row], parts: Sequence[Row], before: Sequence[Rollout], after: Sequence[Rollout]
+) -> None:
+    """Fill a report's figures from the rows of its steps, all rows (for the seconds), and the held-out rollouts."""
+    for name, value in (("base", before), ("trained", after)):
+        setattr(report, f"{name}_success", mean(successes(value)))
+        setattr(report, f"{name}_reward", mean(rewards(value)))
+    for name, value in (("base_confidence_interval", before), ("confidence_interval", after)):
+        shares = successes(value)
+        setattr(report, name, wilson(sum(shares), len(shares)) if shares else None)
+    report.held_out = len(after)
+    report.examples = examples(before, after)
+    report.steps = len(rows)
+    report.skipped_steps = sum(row["outcome"] == "skipped" for row in rows)
+    report.train_seconds = _total(parts, "seconds")
+    for name in ("rollouts", "errors", "faults"):
+        setattr(report, name, int(_total(rows, name)))
+    unique = _total(rows, "tokens/unique")
+    report.computed_to_unique_tokens = _total(rows, "tokens/computed") / unique if unique else None
+    trained = _total(rows, "tokens/trained")
+    report.trained_tokens = int(trained)
+    weighted = [
+        (row[f"{DIFFERENCE}/mean"], row.get("tokens/trained") or 0)
+        for row in rows
+        if row.get(f"{DIFFERENCE}/mean") is not None
+    ]
+    weight = sum(tokens for _, tokens in weighted)
+    report.mean_abs_logprob_difference = sum(value * tokens for value, tokens in weighted) / weight if weight else None
+    report.max_abs_logprob_difference = max(
+        (row[f"{DIFFERENCE}/max"] for row in rows if row.get(f"{DIFFERENCE}/max") is not None), default=None
+    )
+    busy = _total(parts, "engine/busy_seconds")
+    report.engine_tokens_per_second = _total(parts, "engine/tokens_sampled") / busy if busy else None
+
+
+def _total(rows: Iterable[Mapping[str, Any]], name: str) -> float:
+    return float(sum(row.get(name) or 0 for row in rows))
+
+
+def _shown(rollout: Rollout) -> Any:
+    if rollout.error is not None:
+        return f"{rollout.error.type}: {rollout.error.message[:1000]}"
+    return rollout.output
