@@ -1,0 +1,426 @@
+"""One call from request to answer, whatever its dialect: gate, intent, prompt, engine, outcome, answer.
+
+An ``Exchange`` is an ASGI response. It watches the client: when that goes away, the request to the engine is aborted
+and the call recorded as cancelled. The end of an answer (the whole reply, or the last chunk and ``[DONE]`` of a
+stream) is sent only after the outcome is durable, so an agent that goes on has a recorded past.
+
+It refuses to send anything twice, to hide a failure (a broken stream ends with an error event and a closed
+connection, never with ``[DONE]``), and to let trouble of the capture reach the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from art_backends.errors import EngineError
+from art_backends.proxy import sse, wire
+from art_backends.proxy.chat import Asked
+from art_backends.proxy.engine_client import EngineClient, EngineStream, parse_json
+from art_backends.proxy.identity import Identity, RolloutContext, SamplingOverrides
+from art_backends.proxy.limits import Counters, Gate, Limits, Overloaded
+from art_backends.proxy.outcome import Assembler
+from art_backends.proxy.prefix import Prompt, RolloutIndex
+from art_backends.proxy.recorder import Recorder, Recording
+from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode, Sampling
+
+log = logging.getLogger(__name__)
+
+_ERROR_TEXT = 1000  # characters of an engine's error kept in the record
+
+
+class Dialect(Protocol):
+    """A wire format; see ``chat.Chat``."""
+
+    path: str
+    has_messages: bool
+
+    def check(self, body: dict[str, Any]) -> None: ...
+    def asked(self, body: dict[str, Any]) -> Asked: ...
+    def shape(
+        self,
+        body: dict[str, Any],
+        *,
+        model: str,
+        captured: bool,
+        overrides: SamplingOverrides | None,
+        prompt: Prompt | None,
+    ) -> dict[str, Any]: ...
+    def sampling(self, sent: dict[str, Any]) -> Sampling: ...
+    def reply(self, data: dict[str, Any], asked: Asked) -> dict[str, Any]: ...
+    def chunk(self, data: dict[str, Any], asked: Asked) -> dict[str, Any] | None: ...
+
+
+class PolicyView(Protocol):
+    """What the proxy needs to know of the policy. All methods return at once."""
+
+    name: str
+    models: list[str]  # names of the app's models that it answers for; empty: all
+
+    def newest_name(self) -> str:
+        """The newest version, "NAME@N": it answers calls that are not pinned to one."""
+        ...
+
+    def lease(self, version: str) -> AbstractContextManager[str]:
+        """For the length of a call: the version stays loaded. Gives the engine's name for it."""
+        ...
+
+    def answers(self, model: str) -> bool:
+        """Whether it answers for this model name of an app."""
+        ...
+
+
+class Prompter(Protocol):
+    """Makes the prompt of a chat request; see ``prefix.Prefixer``."""
+
+    async def __call__(self, body: dict[str, Any], history: str, earlier: RolloutIndex | None) -> Prompt: ...
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every exchange uses."""
+
+    engine: EngineClient
+    recorder: Recorder
+    policy: PolicyView
+    prompter: Prompter
+    gate: Gate
+    limits: Limits
+    counters: Counters
+
+
+class _StuckClientError(Exception):
+    """The client holds its connection open but does not read."""
+
+
+class _MalformedError(ValueError):
+    """The engine's answer is not what its status and type say."""
+
+
+class Exchange(Response):
+    """See the module. ``body`` has passed ``wire.check_body`` and the dialect's ``check``."""
+
+    def __init__(
+        self,
+        services: Services,
+        dialect: Dialect,
+        identity: Identity,
+        body: dict[str, Any],
+        headers: list[tuple[str, str]],
+    ) -> None:
+        super().__init__()
+        self._services = services
+        self._dialect = dialect
+        self._identity = identity
+        self._request = body
+        self._request_headers = headers
+        self._asked = dialect.asked(body)
+        self._assembler = Assembler(self._asked.n)
+        self._unreadable: BaseException | None = None
+        self._context: RolloutContext | None = None
+        self._recording: Recording | None = None
+        self._prompt_facts: dict[str, Any] = {}
+        self._started = False  # the client has a status line
+        self._delivered = False  # the client has everything
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(send))
+        watch = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not self._delivered:
+                work.cancel("the client went away")
+            await asyncio.wait((work,))
+        finally:
+            watch.cancel()
+            if not work.done():  # the server itself is being stopped
+                work.cancel("the server is stopping")
+            await asyncio.gather(work, watch, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    # the way of a call
+
+    async def _work(self, send: Send) -> None:
+        context = self._identity.rollout
+        if context is not None and context.closed:
+            self._services.counters.late += 1
+            context = None
+        self._context = context
+        try:
+            async with self._services.gate:
+                await self._attend(send)
+        except Overloaded as refusal:
+            if context is not None:
+                headers = dict(self._request_headers)
+                self._services.recorder.refused(
+                    context, request=self._request, node=wire.node(headers), retry=wire.retry_count(headers)
+                )
+            retry_after = (b"retry-after", str(refusal.retry_after).encode())
+            await self._answer(send, refusal.status, [retry_after], wire.envelope(refusal.status, str(refusal)))
+
+    async def _attend(self, send: Send) -> None:
+        services, context = self._services, self._context
+        services.counters.calls += 1
+        if context is None:
+            services.counters.unattributed += 1
+        # no await between choosing a version and leasing it: it cannot be unloaded in between
+        version = services.policy.newest_name() if context is None else context.version
+        with services.policy.lease(version) as model:
+            try:
+                if context is not None:
+                    await self._begin(context, model)
+                await self._ask(send, model)
+            except asyncio.CancelledError:
+                if not self._delivered:
+                    services.counters.cancelled += 1
+                    await asyncio.shield(self._finish(CallStatus.CANCELLED))
+                raise
+            finally:
+                if self._recording is not None:
+                    services.recorder.end(self._recording)
+
+    async def _begin(self, context: RolloutContext, model: str) -> None:
+        headers = dict(self._request_headers)
+        self._recording = await self._services.recorder.begin(
+            context,
+            request=self._request,
+            model=self._asked.model,
+            node=wire.node(headers),
+            retry=wire.retry_count(headers),
+            sampling=self._dialect.sampling(self._shape(model, None)),
+        )
+        self._services.counters.constrained += self._recording.call.sampling.constrained
+
+    def _shape(self, model: str, prompt: Prompt | None) -> dict[str, Any]:
+        context = self._context
+        return self._dialect.shape(
+            self._request,
+            model=model,
+            captured=context is not None,
+            overrides=None if context is None else context.sampling(),
+            prompt=prompt,
+        )
+
+    async def _ask(self, send: Send, model: str) -> None:
+        services, limits = self._services, self._services.limits
+        try:
+            async with asyncio.timeout(limits.first_byte_seconds):
+                prompt = await self._prompt()
+            sent = self._shape(model, prompt)
+            headers = wire.request_headers(self._request_headers, None if self._context is None else self._context.id)
+            async with services.engine.open(
+                self._dialect.path, orjson.dumps(sent), headers, first_byte_seconds=limits.first_byte_seconds
+            ) as reply:
+                async with asyncio.timeout(limits.total_seconds):
+                    if reply.status == 200 and reply.is_events:
+                        await self._stream(send, reply)
+                    else:
+                        await self._whole(send, reply)
+                await reply.drain()
+        except wire.BadRequestError as error:
+            services.counters.refused_bad += 1
+            await self._fail(send, error.status, str(error), "bad_request")
+        except _StuckClientError:
+            services.counters.cancelled += 1
+            await self._finish(CallStatus.CANCELLED)
+        except TimeoutError:
+            services.counters.deadlines += 1
+            await self._fail(send, 504, "the engine did not answer in time", "deadline")
+        except EngineError as error:
+            await self._fail(send, error.status, str(error), error.code)
+        except (_MalformedError, sse.EventTooLargeError) as error:
+            await self._fail(send, 502, str(error), "malformed_reply")
+
+    async def _prompt(self) -> Prompt | None:
+        if not self._dialect.has_messages:
+            return None
+        services, recording = self._services, self._recording
+        history = "exact" if self._context is None else self._context.history
+        earlier = None if recording is None else services.recorder.index(recording)
+        prompt = await services.prompter(self._request, history, earlier)
+        services.counters.broken_control_tokens += prompt.broken_control_tokens
+        services.counters.drifted += prompt.drifted
+        services.counters.exact += prompt.mode is PromptMode.EXACT
+        self._prompt_facts = {
+            "prompt_mode": prompt.mode,
+            "continues": prompt.continues,
+            "drifted": prompt.drifted,
+            "broken_control_tokens": prompt.broken_control_tokens,
+        }
+        if prompt.drifted:
+            log.info("a call's earlier tokens could not be kept: %s", prompt.reason)
+        if recording is not None and prompt.continues is not None:
+            services.recorder.continued(recording, prompt.continues)
+        return prompt
+
+    # answers
+
+    async def _whole(self, send: Send, reply: EngineStream) -> None:
+        content = await reply.read()
+        if reply.status != 200:
+            self._services.counters.errors += 1
+            await self._finish(CallStatus.ERROR, error=_error_text(reply.status, content))
+            status = 502 if 300 <= reply.status < 400 else reply.status
+            await self._answer(send, status, wire.reply_headers(reply.headers), content)
+            return
+        data = _parse(content)
+        self._observe(data)
+        stripped = orjson.dumps(_strip(self._dialect.reply, data, self._asked))
+        await self._finish_ok()
+        await self._answer(send, 200, wire.reply_headers(reply.headers), stripped)
+
+    async def _stream(self, send: Send, reply: EngineStream) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": wire.reply_headers(reply.headers)})
+        self._started = True
+        held: list[bytes] = []  # from a choice's last chunk on: sent when the outcome is durable
+        ended: set[int] = set()  # choices whose last chunk is held
+        failure: str | None = None
+        while (events := await reply.next_events(self._services.limits.idle_seconds)) is not None:
+            out: list[bytes] = []
+            for event in events:
+                if event.data is None:
+                    out.append(sse.encode_comment(event.comment))
+                    continue
+                if event.data == sse.DONE:
+                    if failure is None:
+                        await self._finish_ok()
+                    else:
+                        await self._finish(CallStatus.ERROR, error=failure)
+                    await self._send_last(send, b"".join([*out, *held, sse.encode(sse.DONE)]))
+                    return
+                data = _parse(event.data)
+                if data.get("error"):
+                    self._services.counters.errors += 1
+                    failure = _error_text(200, event.data)
+                    out += [*held, sse.encode(event.data, event.name)]
+                    held = []
+                    continue
+                self._observe(data)
+                last = _last(data, ended)
+                chunk = _strip(self._dialect.chunk, data, self._asked)
+                if chunk is not None:
+                    (held if last else out).append(sse.encode(orjson.dumps(chunk), event.name))
+            if out:
+                await self._send_part(send, b"".join(out))
+        raise EngineError(failure or "the engine's stream ended before [DONE]", 502, "stream_interrupted")
+
+    def _observe(self, data: dict[str, Any]) -> None:
+        if self._recording is None or self._unreadable is not None:
+            return
+        try:
+            self._assembler.add(data)
+        except Exception as error:  # noqa: BLE001 - boundary: the agent gets its answer, read by us or not
+            self._unreadable = error
+
+    async def _finish_ok(self) -> None:
+        if self._recording is None:
+            return
+        if self._unreadable is not None:
+            self._services.recorder.lost(self._recording, "answer", self._unreadable)
+            await self._finish(CallStatus.OK, excluded="unreadable")
+            return
+        outcome = self._assembler.outcome()
+        facts = {
+            "prompt_token_ids": outcome.prompt_token_ids,
+            "choices": outcome.choices,
+            "capture": outcome.capture,
+        }
+        if outcome.complete:
+            await self._finish(CallStatus.OK, **facts)
+        else:
+            self._services.counters.errors += 1
+            facts["capture"] = CaptureLevel.TEXT
+            await self._finish(CallStatus.ERROR, error="the answer lacks choices or their finish reasons", **facts)
+
+    async def _finish(self, status: CallStatus, **changes: Any) -> None:
+        if self._recording is not None:
+            await self._services.recorder.finish(self._recording, status, **self._prompt_facts, **changes)
+
+    async def _fail(self, send: Send, status: int, message: str, code: str) -> None:
+        """The engine failed us. Before the status line: an error reply. After it: an error event, then a cut."""
+        if self._started:
+            self._services.counters.interrupted += 1
+        else:
+            self._services.counters.errors += 1
+        await self._finish(CallStatus.ERROR, error=f"{code}: {message}"[:_ERROR_TEXT])
+        content = wire.envelope(status, message, code=code)
+        if not self._started:
+            headers = [(b"retry-after", b"1")] if status == 503 else []
+            await self._answer(send, status, headers, content)
+            return
+        # Returning without a last body part makes the server close the connection: no client can take this for an end.
+        with suppress(_StuckClientError):
+            await self._send_part(send, sse.encode(content))
+        self._delivered = True
+
+    async def _send_part(self, send: Send, content: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._services.limits.write_seconds):
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        except TimeoutError:
+            raise _StuckClientError from None
+
+    async def _answer(self, send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
+        headers = [*headers, (b"content-length", str(len(content)).encode())]
+        if not any(name == b"content-type" for name, _ in headers):
+            headers.append((b"content-type", b"application/json"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        self._started = True
+        await self._send_last(send, content)
+
+    async def _send_last(self, send: Send, content: bytes) -> None:
+        await send({"type": "http.response.body", "body": content, "more_body": False})
+        self._delivered = True
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        data = parse_json(content)
+    except ValueError:
+        raise _MalformedError("the engine's answer is not JSON") from None
+    if not isinstance(data, dict):
+        raise _MalformedError("the engine's answer is no JSON object")
+    return data
+
+
+def _strip(strip: Any, data: dict[str, Any], asked: Asked) -> Any:
+    try:
+        return strip(data, asked)
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        raise _MalformedError(f"the engine's answer has an unknown shape: {error}") from None
+
+
+def _last(data: dict[str, Any], ended: set[int]) -> bool:
+    """Whether a chunk belongs to the end: it finishes a choice, comes after that, or concerns no choice."""
+    choices = data.get("choices")
+    if not choices:
+        return bool(ended)
+    last = False
+    for choice in choices:
+        index = choice.get("index") or 0
+        if choice.get("finish_reason") is not None:
+            ended.add(index)
+        last = last or index in ended
+    return last
+
+
+def _error_text(status: int, content: bytes) -> str:
+    try:
+        error = parse_json(content)["error"]
+        text = error if isinstance(error, str) else f"{error.get('code') or error.get('type')}: {error.get('message')}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = content[:_ERROR_TEXT].decode(errors="replace")
+    return f"{status} {text}"[:_ERROR_TEXT]
