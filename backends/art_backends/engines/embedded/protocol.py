@@ -10,7 +10,7 @@ top_p 1, top_k off, whatever the model's own generation_config says: recorded lo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -66,7 +66,6 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class ResponseFormat(Body):
@@ -76,7 +75,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_given(self) -> Self:
         if self.type == "json_schema" and (
-            self.json_schema is None or not isinstance(self.json_schema.get("schema"), dict | bool)
+            self.json_schema is None or not isinstance(self.json_schema.get("schema"), dict)
         ):
             raise ValueError("type json_schema needs json_schema.schema, a JSON schema")
         return self
@@ -251,7 +250,10 @@ class UnloadAdapterBody(Body):
     lora_name: str = Field(min_length=1)
 
 
-def parse(kind: type[B], data: Any) -> B:
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse(kind: type[BodyT], data: Any) -> BodyT:
     """Check a decoded JSON body; ApiError 400 names the field."""
     if not isinstance(data, dict):
         raise ApiError("the body must be a JSON object")
