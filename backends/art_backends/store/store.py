@@ -34,6 +34,7 @@ class Token:
     kind: TokenKind
     rollout_id: str | None
     policy: str | None
+    created: float  # seconds since the epoch
 
 
 class Store:
@@ -69,9 +70,9 @@ class Store:
     def find_token(self, digest: str) -> Token | None:
         with self._database.read() as connection:
             row = connection.execute(
-                "SELECT digest, kind, rollout_id, policy FROM tokens WHERE digest = ?", (digest,)
+                "SELECT digest, kind, rollout_id, policy, created FROM tokens WHERE digest = ?", (digest,)
             ).fetchone()
-        return None if row is None else Token(row[0], cast(TokenKind, row[1]), row[2], row[3])
+        return None if row is None else Token(row[0], cast(TokenKind, row[1]), row[2], row[3], row[4])
 
     def drop_tokens(self, kind: TokenKind, keep: Iterable[str] = ()) -> None:
         """Forget the tokens of a kind, but those whose digests are in ``keep``."""

@@ -1,0 +1,195 @@
+"""The guard in front of every route: Host, Origin, framing, the allow-list of paths, the bearer token.
+
+It looks at ``scope["path"]`` and the raw headers only; nothing is derived from a URL that a Host header could bend.
+A path outside the allow-list is 404 before anything else is looked at, so that no route of the engine is reachable.
+Which rollout a call belongs to is decided by the token alone (in the path, else the bearer header); naming another
+one beside it is a 400.
+
+It refuses to log tokens, paths that hold one, or headers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import socket
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from art_backends.errors import StoreError
+from art_backends.proxy.identity import Identity
+from art_backends.server.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+CONTROL = "/control/v1/"
+_MODEL_ROUTES = re.compile(r"/v1/(chat/completions|completions|models(/[^/]+)?)\Z")
+_TOKEN_PATH = re.compile(r"/r/(?P<token>[A-Za-z0-9_-]{16,200})(?P<rest>/v1/.*)\Z")
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?\Z")
+_ORIGIN = re.compile(r"https?://(?P<host>[^/?#@\s]+)\Z")
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  compared with, not bound
+
+
+def error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """The one error envelope: OpenAI's, which is also the control API's."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return JSONResponse(body, status, headers=headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address that is bound."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HostRules:
+    """Which Host headers are ours: loopback's names, the bound host; bound to all addresses, any address literal."""
+
+    def __init__(self, bound: str) -> None:
+        self._names = set(LOOPBACK)
+        self._any_literal = bound in WILDCARDS
+        if self._any_literal:
+            self._names.add(socket.gethostname().lower())
+        else:
+            self._names.add(bound.lower())
+
+    def allows(self, header: str) -> bool:
+        found = _HOST.match(header)
+        if found is None:
+            return False
+        name = found["name"].strip("[]").lower()
+        if name in self._names:
+            return True
+        if not self._any_literal:
+            return False
+        try:  # a literal cannot be rebound by a foreign name server
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+class Guard:
+    """ASGI middleware; sets ``scope["state"]["identity"]``."""
+
+    def __init__(self, app: ASGIApp, sessions: Sessions, hosts: HostRules) -> None:
+        self._app = app
+        self._sessions = sessions
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        refusal = await self._admit(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await refusal(scope, receive, send)
+
+    async def _admit(self, scope: Scope) -> JSONResponse | None:
+        headers = _Headers(scope)
+        path: str = scope["path"]
+        refusal = self._check_framing(headers) or self._check_host(headers)
+        if refusal is not None:
+            return refusal
+        if path == "/health":
+            return None
+        in_path = _TOKEN_PATH.match(path)
+        if in_path is not None:
+            path = in_path["rest"]
+            scope["path"] = path
+            scope["raw_path"] = path.encode()
+        control = path.startswith(CONTROL) and in_path is None
+        if not control and _MODEL_ROUTES.match(path) is None:
+            return error(404, "not_found", "there is no such route here")
+        return await self._check_token(scope, headers, in_path["token"] if in_path else None, control=control)
+
+    def _check_framing(self, headers: _Headers) -> JSONResponse | None:
+        close = {"connection": "close"}
+        if headers.count("content-length") and headers.count("transfer-encoding"):
+            return error(400, "bad_framing", "Content-Length and Transfer-Encoding exclude each other", close)
+        for name in ("host", "content-length", "transfer-encoding", "authorization", "x-art-rollout-id"):
+            if headers.count(name) > 1:
+                return error(400, "bad_framing", f"more than one header {name}", close)
+        return None
+
+    def _check_host(self, headers: _Headers) -> JSONResponse | None:
+        if not self._hosts.allows(headers.get("host") or ""):
+            return error(421, "wrong_host", "this server does not answer for that Host")
+        origin = headers.get("origin")
+        if origin is not None:
+            found = _ORIGIN.match(origin)
+            if found is None or not self._hosts.allows(found["host"]):
+                return error(403, "wrong_origin", "requests of foreign web pages are refused")
+        return None
+
+    async def _check_token(
+        self, scope: Scope, headers: _Headers, path_token: str | None, *, control: bool
+    ) -> JSONResponse | None:
+        scheme, _, bearer = (headers.get("authorization") or "").partition(" ")
+        if scheme.lower() != "bearer":
+            bearer = ""
+        bearer = bearer.strip()
+        token = path_token or bearer
+        if not token:
+            return error(401, "no_token", "a token is needed: Authorization: Bearer TOKEN", _CHALLENGE)
+        try:
+            identity = await self._sessions.identify(token)
+            # beside a token in the path, the app's own key is no token of ours and does not matter
+            beside = await self._sessions.identify(bearer) if path_token and bearer else None
+        except StoreError as problem:
+            log.error("a token could not be looked up: %s", problem)
+            return error(503, "store_unavailable", "the token cannot be looked up now", {"retry-after": "1"})
+        if identity is None:
+            return error(401, "unknown_token", "this token is not known here", _CHALLENGE)
+        refusal = self._check_identity(headers, identity, beside)
+        if refusal is None and control and identity.kind != "admin":
+            refusal = error(403, "admin_only", "the control API needs the admin token")
+        scope.setdefault("state", {})["identity"] = identity
+        return refusal
+
+    def _check_identity(self, headers: _Headers, identity: Identity, beside: Identity | None) -> JSONResponse | None:
+        mine = identity.rollout.id if identity.rollout is not None else None
+        named = headers.get("x-art-rollout-id")
+        if named is not None and named != mine:
+            return error(400, "rollout_conflict", "the token belongs to another rollout than x-art-rollout-id names")
+        if beside is not None and _owner(beside) != _owner(identity):
+            return error(400, "rollout_conflict", "the token in the path and the bearer token belong to different ones")
+        return None
+
+
+_CHALLENGE = {"www-authenticate": "Bearer"}
+
+
+def _owner(identity: Identity) -> tuple[str, str | None]:
+    return identity.kind, None if identity.rollout is None else identity.rollout.id
+
+
+class _Headers:
+    """Raw headers of a request, by lower-case name."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._values: dict[str, list[str]] = {}
+        pairs: list[tuple[bytes, bytes]] | Any = scope["headers"]
+        for name, value in pairs:
+            self._values.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+
+    def count(self, name: str) -> int:
+        return len(self._values.get(name, ()))
+
+    def get(self, name: str) -> str | None:
+        values = self._values.get(name)
+        return values[0] if values else None

@@ -1,0 +1,182 @@
+"""The run folder: its lock, the token files, ``policy.json``, ``server.json``.
+
+The lock is flock'ed, so that it ends with the process that holds it, killed or not. Token files are 0600.
+``policy.json`` holds the settings that must not change when a run is resumed.
+
+It refuses a second server on one folder, and settings that do not fit what the folder was made with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from art_backends.config import TrainConfig
+from art_backends.errors import ConfigError, FolderInUseError, ServerError, StoreError
+from art_backends.server.sessions import new_token
+from art_backends.training.versions import replace_json
+
+FIXED = ("name", "rank", "alpha", "target_modules")
+POLICY, SERVER, LOCK, STORE, VERSIONS = "policy.json", "server.json", "lock", "store.sqlite", "versions"
+
+
+class RunFolder:
+    """An acquired run folder. ``release()`` when done."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def acquire(cls, path: Path) -> RunFolder:
+        """Make the folder if needed and lock it; FolderInUseError names the process that holds it."""
+        path = path.expanduser().absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / VERSIONS).mkdir(exist_ok=True)
+            (path / "logs").mkdir(exist_ok=True)
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"folder: {path} cannot be used as run folder: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 4096, 0).decode(errors="replace").split()
+            os.close(lock)
+            pid = holder[0] if holder else "unknown"
+            url = f" at {holder[1]}" if len(holder) > 1 else ""
+            raise FolderInUseError(
+                f"run folder {path} is in use by process {pid}{url}: stop it (kill {pid}), use that server, "
+                "or give another folder"
+            ) from None
+        except OSError as error:
+            os.close(lock)
+            raise ConfigError(f"folder: {path} is on a file system without locks: {error.strerror}") from None
+        folder = cls(path, lock)
+        folder._write_lock("")
+        return folder
+
+    @property
+    def versions(self) -> Path:
+        return self.path / VERSIONS
+
+    @property
+    def store(self) -> Path:
+        """The store's file; made here so that it is private from the first byte on."""
+        file = self.path / STORE
+        try:
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise StoreError(f"{file}: cannot be opened: {error.strerror}") from None
+        return file
+
+    def token(self, kind: str) -> str:
+        """The admin's or the agent's token, from its file of mode 0600; made on first use."""
+        file = self.path / f"{kind}.token"
+        try:
+            if file.exists():
+                if file.stat().st_mode & 0o077:
+                    file.chmod(0o600)
+                token = file.read_text().strip()
+                if token:
+                    return token
+            token = new_token()
+            temporary = self.path / f".{kind}.token"
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(token + "\n")
+            temporary.replace(file)
+        except OSError as error:
+            raise ServerError(f"{file}: the token cannot be kept: {error.strerror}") from None
+        return token
+
+    def announce(self, url: str) -> None:
+        """Say where the server answers: in the lock, and in ``server.json``, written whole or not at all."""
+        self._write_lock(url)
+        try:
+            replace_json(self.path / SERVER, {"url": url, "pid": os.getpid()})
+        except OSError as error:
+            raise ServerError(f"{self.path / SERVER}: cannot be written: {error.strerror}") from None
+
+    def release(self) -> None:
+        """Give the folder back; idempotent."""
+        if self._lock < 0:
+            return
+        (self.path / SERVER).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _write_lock(self, url: str) -> None:
+        content = f"{os.getpid()} {url}\n".encode()
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, content, 0)
+        except OSError as error:
+            raise ServerError(f"{self.path / LOCK}: cannot be written: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFile:
+    """What the folder's policy was made with. ``digest`` is the base model's."""
+
+    path: Path
+    base_model: str
+    digest: str
+    fixed: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> PolicyFile | None:
+        """The folder's ``policy.json``, None if there is none yet; ConfigError if it is unusable."""
+        path = folder / POLICY
+        try:
+            content = json.loads(path.read_bytes())
+            fixed = {key: content[key] for key in (*FIXED, "chat_template_digest")}
+            return cls(path, str(content["base_model"]), str(content["digest"]), fixed)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error!r}); give another folder") from None
+
+    @classmethod
+    def create(cls, folder: Path, config: TrainConfig, digest: str) -> PolicyFile:
+        """Write ``policy.json`` of a new run."""
+        path = folder / POLICY
+        fixed = _fixed(config)
+        template = None if config.chat_template is None else str(config.chat_template)
+        content = {"base_model": config.base_model, "digest": digest, "chat_template": template, **fixed}
+        try:
+            replace_json(path, content)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        return cls(path, config.base_model, digest, fixed)
+
+    def check(self, config: TrainConfig, digest: str | None = None) -> None:
+        """ConfigError naming the setting and both values if ``config`` does not fit."""
+        for key, wanted in _fixed(config).items():
+            kept = self.fixed[key]
+            if kept != wanted:
+                setting = key.removesuffix("_digest")
+                raise ConfigError(
+                    f"{setting}: {self.path.parent} was made with {kept!r}, now asked for {wanted!r}; "
+                    "use the same value to go on, or another folder to begin anew"
+                )
+        if digest is not None and digest != self.digest:
+            raise ConfigError(
+                f"base_model: {self.path.parent} was made with {self.base_model} (digest {self.digest[:12]}…), now "
+                f"asked for {config.base_model} (digest {digest[:12]}…); use the same model to go on, or another folder"
+            )
+
+
+def _fixed(config: TrainConfig) -> dict[str, Any]:
+    template = config.chat_template
+    try:
+        text = None if template is None else hashlib.sha256(template.expanduser().read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"chat_template: {template} cannot be read: {error.strerror}") from None
+    return {**json.loads(config.model_dump_json(include=set(FIXED))), "chat_template_digest": text}

@@ -1,0 +1,102 @@
+"""The policy's table: which adapter versions are loaded, which one is newest, who still needs an older one.
+
+A version may be unloaded when it is not the newest, no open rollout is pinned to it and no call is in flight on it.
+Calls take a *lease* for as long as they run; rollouts take a *pin* until they close (or expire).
+
+It refuses to talk to the engine (see ``adapters``): this is bookkeeping in one event loop, without a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from art_backends.trajectories import CaptureLevel
+
+
+def version_name(policy: str, version: int) -> str:
+    """``NAME@N``."""
+    return f"{policy}@{version}"
+
+
+def version_number(policy: str, name: str) -> int | None:
+    """N of ``NAME@N`` of this policy, else None."""
+    head, _, number = name.rpartition("@")
+    return int(number) if head == policy and number.isascii() and number.isdecimal() else None
+
+
+class PolicyTable:
+    """One policy. Versions are numbers; 0 is the base model, always loaded."""
+
+    def __init__(self, name: str, *, base_model: str, models: list[str] | None = None) -> None:
+        self.name = name
+        self.models = list(models or [])
+        self.base_id = base_model  # the name under which the engine serves the base model
+        self.capture = CaptureLevel.TEXT
+        self.exact_prompts = False
+        self.loaded: set[int] = {0}
+        self.newest = 0
+        self.changed = asyncio.Event()  # set when a version may have become idle
+        self._pins: Counter[int] = Counter()
+        self._in_flight: Counter[int] = Counter()
+
+    def answers(self, model: str) -> bool:
+        """Whether calls for this model name are this policy's: any name if it has no list, its own names always."""
+        return not self.models or model in self.models or model == self.name or self.number(model) is not None
+
+    def number(self, version: str) -> int | None:
+        return version_number(self.name, version)
+
+    def newest_name(self) -> str:
+        return version_name(self.name, self.newest)
+
+    def engine_model(self, version: str) -> str:
+        """What the engine calls ``NAME@N``: the base model has no adapter to name."""
+        return self.base_id if self.number(version) == 0 else version
+
+    def move(self, version: int) -> None:
+        """Let new calls and rollouts go to ``version``, which must be loaded."""
+        if version not in self.loaded:
+            raise ValueError(f"{version_name(self.name, version)} is not loaded")
+        self.newest = version
+        self.changed.set()
+
+    def pin(self, version: int) -> None:
+        self._pins[version] += 1
+
+    def unpin(self, version: int) -> None:
+        self._drop(self._pins, version)
+
+    @contextmanager
+    def lease(self, version: str) -> Iterator[str]:
+        """For the length of a call: the version stays loaded; gives the engine's name for it."""
+        number = self.number(version)
+        if number is None:
+            raise ValueError(f"{version!r} is no version of {self.name}")
+        self._in_flight[number] += 1
+        try:
+            yield self.engine_model(version)
+        finally:
+            self._drop(self._in_flight, number)
+
+    def in_flight(self, version: int) -> int:
+        return self._in_flight[version]
+
+    def pinned(self, version: int) -> int:
+        return self._pins[version]
+
+    def idle(self) -> list[int]:
+        """Loaded versions that nobody needs any more."""
+        return [
+            version
+            for version in sorted(self.loaded)
+            if version not in (0, self.newest) and not self._pins[version] and not self._in_flight[version]
+        ]
+
+    def _drop(self, counter: Counter[int], version: int) -> None:
+        counter[version] -= 1
+        if counter[version] <= 0:
+            del counter[version]
+            self.changed.set()

@@ -1,0 +1,317 @@
+"""Starts the server on a run folder, serves until told to stop, and stops in order.
+
+Start: bind the address, lock the folder, start the worker, check that folder and settings fit, reconcile, probe,
+serve, announce. Stop (SIGTERM, SIGINT, or the parent's end): take no new calls, let those in flight finish within a
+deadline, end the step in the making (it is made again), close store and worker.
+
+It refuses an address that other machines can reach unless that is asked for in so many words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvicorn
+
+from art_backends.config import TrainConfig
+from art_backends.errors import AdapterError, ConfigError, EngineError, ServerError, StoreError
+from art_backends.proxy.app import Proxy
+from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.identity import Identity
+from art_backends.server import app, probe
+from art_backends.server.adapters import Adapters
+from art_backends.server.auth import HostRules, is_loopback
+from art_backends.server.control import Services
+from art_backends.server.folder import PolicyFile, RunFolder
+from art_backends.server.policy import PolicyTable
+from art_backends.server.reconcile import reconcile
+from art_backends.server.sessions import Sessions, digest
+from art_backends.server.steps import Steps
+from art_backends.server.supervisor import Supervisor
+from art_backends.store import AsyncStore
+from art_backends.trajectories import CaptureLevel
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 20.0
+HOUSEKEEPING_SECONDS = 5.0
+
+
+class Worker(Protocol):
+    """What is needed of a supervised worker; see ``supervisor.Supervisor``."""
+
+    socket: Path
+    ready: dict[str, Any]
+    on_restart: Callable[[], Awaitable[None]] | None
+
+    async def start(self) -> None: ...
+    async def wait_ready(self, deadline: float) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    async def stop(self) -> None: ...
+
+
+async def serve(
+    config: TrainConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allow_remote: bool = False,
+    exit_with_parent: bool = False,
+    on_ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    make_worker: Callable[[TrainConfig, RunFolder], Worker] | None = None,
+    rollout_ttl: float | None = None,
+    drain_seconds: float = DRAIN_SECONDS,
+) -> None:
+    """Serve ``config.folder`` until a signal, ``stop``, or (``exit_with_parent``) the end of standard input.
+
+    ``on_ready`` gets the URL when requests are answered. Raises ConfigError (address, settings that do not fit the
+    folder), FolderInUseError, StoreError, ServerError (port taken), and what the worker's start reports.
+    """
+    listener = _bind(host, port, allow_remote=allow_remote)
+    stopping = stop or asyncio.Event()
+    with contextlib.closing(listener), _folder(config.folder) as folder, _told_to_stop(stopping, exit_with_parent):
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{listener.getsockname()[1]}"
+        async with _parts(
+            config, folder, host=host, url=url, make_worker=make_worker or _worker, rollout_ttl=rollout_ttl
+        ) as parts:
+            server = _Server(
+                uvicorn.Config(
+                    parts.asgi,
+                    lifespan="off",
+                    access_log=False,  # its lines would hold the tokens that stand in paths
+                    log_config=None,
+                    server_header=False,
+                    proxy_headers=False,
+                    timeout_keep_alive=60,
+                    timeout_graceful_shutdown=max(1, int(drain_seconds)),
+                )
+            )
+            running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+            keeping = asyncio.create_task(_housekeeping(parts), name="housekeeping")
+            try:
+                await asyncio.to_thread(folder.announce, url)
+                log.info("serving %s at %s", folder.path, url)
+                if on_ready is not None:
+                    on_ready(url)
+                waiting = asyncio.create_task(stopping.wait())
+                await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+            finally:
+                log.info("stopping: calls in flight have %.0f s", drain_seconds)
+                keeping.cancel()
+                parts.services.steps.stop_waiting()
+                server.should_exit = True  # no new connection from here on
+                if not await parts.proxy.drain(drain_seconds):
+                    log.warning("calls were still in flight after %.0f s: ended", drain_seconds)
+                await asyncio.wait((running, keeping))
+            running.result()  # whatever ended it, if it was not us
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals are handled here, in order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Parts:
+    """What a running server is made of."""
+
+    def __init__(self, services: Services, proxy: Proxy, adapters: Adapters, asgi: Any) -> None:
+        self.services = services
+        self.proxy = proxy
+        self.adapters = adapters
+        self.asgi = asgi
+
+
+@contextlib.asynccontextmanager
+async def _parts(
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    host: str,
+    url: str,
+    make_worker: Callable[[TrainConfig, RunFolder], Worker],
+    rollout_ttl: float | None,
+) -> AsyncIterator[_Parts]:
+    started = time.time()
+    policy_file = PolicyFile.read(folder.path)
+    if policy_file is not None:
+        policy_file.check(config)  # before the worker, which takes seconds to start
+    async with contextlib.AsyncExitStack() as stack:
+        store = await AsyncStore.open(folder.store)
+        stack.push_async_callback(store.aclose)
+        worker = make_worker(config, folder)
+        stack.push_async_callback(worker.stop)
+        await worker.start()
+        model_digest = str(worker.ready.get("digest"))
+        if policy_file is None:
+            policy_file = PolicyFile.create(folder.path, config, model_digest)
+        policy_file.check(config, model_digest)
+        engine = EngineClient(uds=str(worker.socket))
+        stack.push_async_callback(engine.aclose)
+        policies = PolicyTable(config.name, base_model=await probe.base_id(engine), models=config.models)
+        policies.capture, policies.exact_prompts = await probe.capture_level(engine, policies.base_id)
+        if policies.capture is not CaptureLevel.TOKENS:
+            log.warning("the engine gives %s only: calls are served, none can be trained", policies.capture)
+        adapters = Adapters(engine, policies, folder.versions)
+        await reconcile(
+            store=store,
+            policies=policies,
+            adapters=adapters,
+            versions=folder.versions,
+            digest=model_digest,
+            started=started,
+        )
+        sessions = Sessions(store, policies, adapters, config, ttl=rollout_ttl)
+        await _fixed_tokens(folder, store, sessions)
+        steps = Steps(
+            store=store, policies=policies, adapters=adapters, engine=engine, worker=worker, versions=folder.versions
+        )
+        stack.push_async_callback(steps.aclose)
+        proxy = Proxy(engine, store, policy=policies)
+        sessions.on_closed = proxy.forget
+
+        async def restarted() -> None:
+            proxy.engine_changed()
+            try:
+                await adapters.reload()
+            except (AdapterError, EngineError) as error:
+                raise ServerError(f"the restarted worker does not serve the adapter: {error}") from error
+
+        worker.on_restart = restarted
+        services = Services(
+            store=store,
+            policies=policies,
+            sessions=sessions,
+            steps=steps,
+            engine=engine,
+            children=[worker],
+            policy_file=policy_file,
+            counters=proxy.snapshot,
+            url=url,
+            started=started,
+        )
+        asgi = app.build(services, proxy, HostRules(host), engine_up=lambda: worker.state()["state"] == "up")
+        yield _Parts(services, proxy, adapters, asgi)
+
+
+async def _fixed_tokens(folder: RunFolder, store: AsyncStore, sessions: Sessions) -> None:
+    admin = digest(await asyncio.to_thread(folder.token, "admin"))
+    agent = digest(await asyncio.to_thread(folder.token, "agent"))
+    sessions.add_fixed(admin, Identity("admin"))
+    sessions.add_fixed(agent, Identity("agent"))
+    try:
+        await store.drop_tokens("admin", keep=[admin])
+        await store.drop_tokens("agent", keep=[agent])
+        await store.add_token("admin", admin)
+        await store.add_token("agent", agent)
+    except StoreError as error:
+        log.error("the tokens' digests could not be recorded: %s", error)
+
+
+async def _housekeeping(parts: _Parts) -> None:
+    """Unload versions that nobody needs, close rollouts whose time is over."""
+    changed = parts.services.policies.changed
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HOUSEKEEPING_SECONDS):
+                await changed.wait()
+        changed.clear()
+        try:
+            await parts.adapters.unload_idle()
+            await parts.services.sessions.expire()
+        except Exception:  # boundary: housekeeping goes on whatever one round met
+            log.exception("housekeeping failed; it is tried again in %.0f s", HOUSEKEEPING_SECONDS)
+
+
+def _worker(config: TrainConfig, folder: RunFolder) -> Supervisor:
+    command = [sys.executable, "-m", "art_backends.worker"]
+    options: dict[str, Any] = {
+        "--base-model": config.base_model,
+        "--name": config.name,
+        "--versions": folder.versions,
+        "--dtype": config.dtype,
+        "--device": config.device,
+        "--threads": config.threads,
+        "--max-model-len": config.max_model_len,
+    }
+    if config.chat_template is not None:
+        options["--chat-template"] = config.chat_template.expanduser().absolute()
+    for option, value in options.items():
+        command += [option, str(value)]
+    return Supervisor(command, log_file=folder.path / "logs" / "worker.log", name="worker")
+
+
+def _bind(host: str, port: int, *, allow_remote: bool) -> socket.socket:
+    if not allow_remote and not is_loopback(host):
+        raise ConfigError(
+            f"host: {host} can be reached by other machines; add --allow-remote if that is meant "
+            "(every request needs a token, but the traffic is not encrypted)"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"host: {host} is no address of this machine: {error}") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ServerError(
+                f"port {port} on {host} is taken by another program; give another one (--port), or --port 0 for any"
+            ) from None
+        raise ServerError(f"{host}:{port} cannot be bound: {error.strerror}") from None
+    return listener
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder.acquire(path)
+    try:
+        yield folder
+    finally:
+        folder.release()
+
+
+@contextlib.contextmanager
+def _told_to_stop(stop: asyncio.Event, exit_with_parent: bool) -> Iterator[None]:
+    """Set ``stop`` on SIGTERM and SIGINT, and when standard input ends if that is asked for."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    if exit_with_parent:
+        threading.Thread(target=_watch_input, args=(loop, stop), name="parent", daemon=True).start()
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _watch_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    with contextlib.suppress(RuntimeError):  # the loop has ended already
+        loop.call_soon_threadsafe(stop.set)
