@@ -25,8 +25,12 @@ _Key = tuple[int, str, bool]  # process, library, whether over TLS
 
 
 def library_of(request: Any) -> Any:
-    """The module (httpx or httpx2) that a request object comes from."""
-    return sys.modules[type(request).__module__.partition(".")[0]]
+    """The module (httpx or httpx2) that a request, or a subclass of one, comes from; TypeError for anything else."""
+    for kind in type(request).__mro__:
+        root = kind.__module__.partition(".")[0]
+        if root in ("httpx", "httpx2"):
+            return sys.modules[root]
+    raise TypeError(f"{type(request).__name__} is neither httpx's nor httpx2's")
 
 
 class Clients:
