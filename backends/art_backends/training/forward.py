@@ -1,0 +1,198 @@
+"""Logprobs of a pack under a causal language model, with gradient.
+
+The transformer body runs once over the pack (a tree pack with its ancestor mask through SDPA), the output matrix only
+where a token was sampled, in chunks, so that logits of the whole vocabulary never pile up. At load the model is
+measured, not believed: if the tree's logprobs differ from plain ones on a small probe, or the configuration says that
+positions or attention depend on the length (sliding windows, dynamic RoPE), plain padded rows are used, and
+``plain_reason`` says why.
+
+It refuses to approximate: what the tree cannot express is computed without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from art_backends.training.packing import Pack
+from art_backends.training.sequences import Ints
+
+CHUNK = 1024  # sampled positions whose logits exist at once
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # mean |difference| of the probe's logprobs
+
+log = logging.getLogger(__name__)
+
+
+class _HeadLogprob(torch.autograd.Function):
+    """log softmax(W h / T)[token] per row; keeps ∂/∂h (rows × hidden) instead of logits (rows × vocabulary)."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # autograd calls it by position
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, scale: Tensor
+    ) -> Tensor:
+        slopes = torch.empty_like(hidden) if hidden.requires_grad else None
+        result = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for begin in range(0, len(hidden), CHUNK):
+            part = slice(begin, begin + CHUNK)
+            logits = functional.linear(hidden[part], weight, bias).float() * scale[part, None]
+            total = torch.logsumexp(logits, dim=-1)
+            result[part] = logits.gather(1, tokens[part, None]).squeeze(1) - total
+            if slopes is not None:
+                probabilities = torch.exp(logits - total[:, None]).to(weight.dtype)
+                expected = probabilities @ weight
+                slopes[part] = ((weight[tokens[part]] - expected).float() * scale[part, None]).to(hidden.dtype)
+        if slopes is not None:
+            ctx.save_for_backward(slopes)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return (gradients[0][:, None] * slopes.float()).to(slopes.dtype), None, None, None, None
+
+
+class Forward:
+    """Computes packs with one (PEFT-wrapped) model.
+
+    ``plain_reason`` is None when trees can be used, else why not. ``single_rows`` is true when even padded rows may
+    not stand beside each other, because positions depend on the longest one.
+    """
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self._causal = model.get_base_model()
+        self._config = self._causal.config
+        text = self._config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        kinds = {item.get("rope_type") for item in (rope, *rope.values()) if isinstance(item, dict)}
+        self.single_rows = bool(kinds & _LENGTH_DEPENDENT_ROPE)
+        self._window = _sliding_window(text)
+        self._plain_head = self._has_plain_head()
+        self.plain_reason = self._why_plain(kinds)
+        if self.plain_reason is not None:
+            log.warning("training computes plain padded sequences instead of prefix trees: %s", self.plain_reason)
+
+    def trees_fit(self, longest: int) -> bool:
+        """Whether tree packs give this model's own logprobs for sequences of at most ``longest`` tokens."""
+        return self.plain_reason is None and (self._window is None or longest <= self._window)
+
+    def logprobs(self, pack: Pack) -> Tensor:
+        """Log-probability of each query's token, [Q] float32; with gradient if gradients are enabled."""
+        ids = self._put(pack.input_ids)
+        positions = self._put(pack.position_ids)
+        mask = self._mask(pack)
+        at = self._put(pack.query_at)
+        tokens = self._put(pack.query_token)
+        scale = torch.from_numpy(1.0 / pack.query_temperature).to(torch.float32).to(self.device)
+        with self._cast():
+            if self._plain_head:
+                output = self._causal.base_model(
+                    input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+                )
+                hidden = output.last_hidden_state.flatten(0, 1)[at]
+                head = self._causal.get_output_embeddings()
+                with torch.autocast(self.device.type, enabled=False):
+                    states = hidden.to(head.weight.dtype)
+                    result = _HeadLogprob.apply(states, head.weight, head.bias, tokens, scale)  # type: ignore[no-untyped-call]
+                return cast(Tensor, result)
+            logits = self._causal(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            ).logits.flatten(0, 1)[at]
+            scaled = torch.log_softmax(logits.float() * scale[:, None], dim=-1)
+            return scaled.gather(1, tokens[:, None]).squeeze(1)
+
+    def _mask(self, pack: Pack) -> Tensor:
+        if pack.parents is not None:
+            return torch.from_numpy(pack.ancestors())[None, None].to(self.device)
+        columns = np.arange(pack.input_ids.shape[1])[None, :] < pack.lengths[:, None]
+        return torch.from_numpy(columns.astype(np.int64)).to(self.device)
+
+    def _put(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    @contextmanager
+    def _cast(self) -> Iterator[None]:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype is torch.bfloat16):
+            yield
+
+    # ---- measuring the model
+
+    def _has_plain_head(self) -> bool:
+        """Whether logits are exactly the output matrix times the body's last hidden state."""
+        head = self._causal.get_output_embeddings()
+        if type(head) is not nn.Linear or self._causal.base_model is self._causal:
+            return False
+        ids = torch.arange(1, 6, device=self.device)[None] % head.weight.shape[0]
+        with torch.no_grad():
+            hidden = self._causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = self._causal(input_ids=ids, use_cache=False).logits
+            if hidden.shape[-1] != head.weight.shape[1]:
+                return False
+            mine = head(hidden)
+            return mine.shape == logits.shape and torch.allclose(mine.float(), logits.float(), rtol=1e-3, atol=1e-3)
+
+    def _why_plain(self, rope_kinds: set[Any]) -> str | None:
+        if rope_kinds & _LENGTH_DEPENDENT_ROPE:
+            kind = sorted(rope_kinds & _LENGTH_DEPENDENT_ROPE)[0]
+            return f"the model's RoPE is {kind}: positions depend on the length"
+        if bool(getattr(self._causal, "_is_stateful", False)):
+            return "the model is recurrent"
+        try:
+            difference = self._probe()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+            return f"the model does not take an ancestor mask ({type(error).__name__}: {error})"
+        limit = _TOLERANCE.get(self.dtype, 1e-3)
+        if not difference <= limit:
+            return f"the tree's logprobs differ from plain ones by {difference:.2g} on a probe (allowed {limit:g})"
+        return None
+
+    @torch.no_grad()
+    def _probe(self) -> float:
+        """Mean |difference| of logprobs between a small tree and its two plain rows."""
+        size = int(self._config.get_text_config().vocab_size)
+        spread = (np.arange(20, dtype=np.int64) * 7919 + 1) % size
+        prefix, first, second = spread[:6], spread[6:13], spread[13:]
+        ids = np.concatenate([prefix, first, second])
+        depth = np.concatenate([np.arange(13), np.arange(6, 13)]).astype(np.int64)
+        parents = np.arange(-1, 19, dtype=np.int64)
+        parents[13] = 5
+        at, token = parents[6:], ids[6:]
+        tree = _probe_pack(ids[None], depth[None], parents, at, token)
+        rows = np.stack([np.concatenate([prefix, first]), np.concatenate([prefix, second])])
+        flat = np.concatenate([np.arange(5, 12), np.arange(13 + 5, 13 + 12)]).astype(np.int64)
+        plain = _probe_pack(rows, np.broadcast_to(np.arange(13), (2, 13)).copy(), None, flat, token)
+        return float((self.logprobs(tree) - self.logprobs(plain)).abs().mean())
+
+
+def _probe_pack(ids: Ints, positions: Ints, parents: Ints | None, at: Ints, tokens: Ints) -> Pack:
+    return Pack(
+        input_ids=ids,
+        position_ids=positions.astype(np.int64),
+        parents=parents,
+        lengths=np.full(len(ids), ids.shape[1], dtype=np.int64),
+        tokens=ids.size,
+        query_at=at,
+        query_token=tokens,
+        query_temperature=np.ones(len(at)),
+        occurrence_query=np.zeros(0, dtype=np.int64),
+        occurrence_rollout=[],
+        occurrence_logprob=np.zeros(0),
+    )
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Tokens that the model's narrowest attention window holds, or None if it has none."""
+    kinds = getattr(config, "layer_types", None)
+    local = any("sliding" in kind or "chunked" in kind for kind in kinds) if kinds else True
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    return int(window) if local and window and getattr(config, "use_sliding_window", True) else None

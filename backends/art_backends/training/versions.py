@@ -1,0 +1,161 @@
+"""Adapter versions on disk: ``FOLDER/NAME@N``, each written once and never changed.
+
+Listing, reading ``state.json``, sweeping what a killed process left, and the one commit point: files fsynced in a
+temporary folder, one rename, the parent fsynced. Torch-free, so the server imports it too.
+
+It refuses to interpret an adapter (see ``adapters``) and to overwrite a valid version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATE = "state.json"
+FORMAT = 1
+TEMPORARY = ".tmp-"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """One valid version: its number, its folder and its ``state.json``."""
+
+    version: int
+    path: Path
+    state: dict[str, Any]
+
+
+def name_of(policy: str, version: int) -> str:
+    """``NAME@N``."""
+    return f"{policy}@{version}"
+
+
+def list_versions(folder: Path, policy: str) -> list[VersionInfo]:
+    """Valid versions of a policy, oldest first; version 0 (the base model) has no folder and is not listed.
+
+    A folder whose state cannot be read is left out and logged: the version before it stays usable.
+    """
+    found = []
+    for path in folder.glob(f"{policy}@*"):
+        number = path.name[len(policy) + 1 :]
+        if number.isascii() and number.isdecimal() and int(number) > 0:
+            info = read_version(folder, policy, int(number))
+            if info is not None:
+                found.append(info)
+    return sorted(found, key=lambda info: info.version)
+
+
+def read_version(folder: Path, policy: str, version: int) -> VersionInfo | None:
+    """One version, or None if it is not there or its state is unusable (which is logged)."""
+    path = folder / name_of(policy, version)
+    if not path.is_dir():
+        return None
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        log.warning("%s: version left out, its %s cannot be read: %s", path, STATE, error)
+        return None
+    problem = _state_problem(state, policy, version)
+    if problem is not None:
+        log.warning("%s: version left out: %s", path, problem)
+        return None
+    return VersionInfo(version, path, state)
+
+
+def _state_problem(state: object, policy: str, version: int) -> str | None:
+    if not isinstance(state, dict):
+        return f"{STATE} is not an object"
+    for key, expected in (("format", FORMAT), ("policy", policy), ("version", version)):
+        if state.get(key) != expected:
+            return f"{STATE} says {key} = {state.get(key)!r}, expected {expected!r}"
+    if not isinstance(state.get("rollout_ids"), list):
+        return f"{STATE} has no list of rollout_ids"
+    return None
+
+
+def sweep(folder: Path) -> int:
+    """Remove temporary folders and files that a killed writer left; returns how many.
+
+    Call it only while no trainer writes into this folder: at the start of the server and of the trainer.
+    """
+    swept = 0
+    for path in folder.glob(TEMPORARY + "*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        swept += 1
+    return swept
+
+
+def new_temporary(folder: Path, policy: str, version: int) -> Path:
+    """An empty temporary folder beside the versions (same file system, so that a rename is atomic)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{TEMPORARY}{name_of(policy, version)}-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    return path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and fsync one file. Raises OSError (disk full, size limit); the file may then be partial."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def encode_json(value: object) -> bytes:
+    """JSON whose bytes depend only on the value."""
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def read_numbers(path: Path) -> dict[str, float]:
+    """A flat JSON object of numbers; empty if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+        return {str(name): float(number) for name, number in value.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def replace_json(path: Path, value: object) -> None:
+    """Replace a small JSON file atomically."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        write_file(temporary, encode_json(value))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Make a fully written temporary folder the version ``final``: the commit point of a training step.
+
+    Raises FileExistsError if a valid version stands there; an unreadable one is replaced. Raises OSError when the
+    file system refuses; then nothing was committed and ``temporary`` still exists.
+    """
+    _sync_folder(temporary)
+    if final.exists():
+        policy, _, number = final.name.rpartition("@")
+        if read_version(final.parent, policy, int(number)) is not None:
+            raise FileExistsError(f"{final} exists already")
+        final.rename(final.parent / f"{TEMPORARY}broken-{final.name}-{uuid.uuid4().hex[:8]}")
+    temporary.rename(final)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
