@@ -9,8 +9,8 @@ token, cannot mislead it.
 Four stand-ins are offered, the cheap ones first; the caller takes the first whose tail fits the real conversation:
 
 1. a user turn, an assistant turn whose content is the marker, the new messages;
-2. the same, but the assistant turn makes the real turn's tool calls (ids and names), and the marker stands in the last
-   one's arguments: for templates that render tool results by looking at the calls (gpt-oss, Gemma 4, Muse);
+2. the same, but the assistant turn makes the real turn's tool calls (ids and names), and the marker stands in their
+   arguments: for templates that render tool results by looking at the calls (gpt-oss, Gemma 4, Muse);
 3. and 4. as 1 and 2, behind the real history: for templates whose rendering depends on what came before (DeepSeek V3).
 
 The tail of 2 and 4 begins at the first end-of-turn or control token behind the marker: what stands between is how the
@@ -135,7 +135,7 @@ def markers(avoid: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A conversation in which a marker stands for the model's words: in the content, or in the last of ``calls``."""
+    """A conversation in which a marker stands for the model's words: in the content, or in every one of ``calls``."""
 
     before: tuple[Message, ...]
     calls: tuple[Any, ...] = ()
@@ -150,10 +150,10 @@ class StandIn:
                     "type": "function",
                     "function": {
                         "name": (call.get("function") or {}).get("name"),
-                        "arguments": json.dumps({"marker": marker} if i == len(self.calls) - 1 else {}),
+                        "arguments": json.dumps({"marker": marker}),
                     },
                 }
-                for i, call in enumerate(self.calls)
+                for call in self.calls
             ]
         return [*self.before, turn, *new]
 

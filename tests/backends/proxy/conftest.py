@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from art_backends.errors import TemplateError
+from art_backends.trajectories import Call, CallStatus, CaptureLevel, Choice
 from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from art_backends.errors import TemplateError
-from art_backends.trajectories import Call, CallStatus, CaptureLevel, Choice
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -38,14 +37,18 @@ def _trained() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, special_tokens=[]
     )
-    tokenizer.train_from_iterator([CHATML, "The weather in Paris and Rome is sunny; the user asks the tool."] * 4, trainer)
+    tokenizer.train_from_iterator(
+        [CHATML, "The weather in Paris and Rome is sunny; the user asks the tool."] * 4, trainer
+    )
     return tokenizer.to_str()
 
 
 class TemplateEngine:
     """Renders with a chat template as an engine does: text parts joined, tool-call arguments parsed."""
 
-    def __init__(self, template: str, eos: Sequence[str] = ("<|im_end|>",), parse_arguments: bool | None = None) -> None:
+    def __init__(
+        self, template: str, eos: Sequence[str] = ("<|im_end|>",), parse_arguments: bool | None = None
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None, ensure_ascii=False, **_: json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent
@@ -155,12 +158,16 @@ class TemplateEngine:
 
 def templates_folder() -> Path | None:
     spec = importlib.util.find_spec("trl")
-    folder = Path(next(iter(spec.submodule_search_locations))) / "chat_templates" if spec and spec.submodule_search_locations else None
+    folder = (
+        Path(next(iter(spec.submodule_search_locations))) / "chat_templates"
+        if spec and spec.submodule_search_locations
+        else None
+    )
     return folder if folder and folder.is_dir() else None
 
 
-@pytest.fixture
-def make_engine() -> Callable[..., TemplateEngine]:
+@pytest.fixture(scope="session")
+def template_engine() -> type[TemplateEngine]:
     """TemplateEngine(template source, eos tokens)."""
     return TemplateEngine
 
