@@ -1,0 +1,700 @@
+"""The loop against the control interface in memory: whole runs, faults, rewards that misbehave, going on.
+
+MemoryServer stands in for the server only to inject what a real one does rarely; whole runs against the real one are
+in tests/e2e.
+"""
+
+import asyncio
+import itertools
+import json
+import math
+import threading
+from collections import Counter
+
+import httpx2
+import numpy
+import openai
+import pytest
+from art_backends.client import OpenRollout, StepOutcome, StepProgress
+from art_backends.config import TrainConfig
+from art_backends.display import StepLine
+from art_backends.errors import ControlError, NothingToLearnError, RewardError, ServerError, TrainingError
+from art_backends.loop import run
+from art_backends.scenarios import Scenario, order
+from art_backends.trajectories import Call, CallStatus, Choice, Purpose, Rollout, Sampling
+
+
+def a_call(rollout_id, *, constrained=False):
+    return Call(
+        id=f"call-{rollout_id}",
+        rollout_id=rollout_id,
+        status=CallStatus.OK,
+        sampling=Sampling(constrained=constrained),
+        choices=[Choice(token_ids=[1], logprobs=[-0.5])],
+    )
+
+
+class MemoryServer:
+    """What the loop needs of a server. ``outcomes``: errors or kinds by step; ``fail``: errors by method name."""
+
+    def __init__(self, name="policy", constrained=False, calls=True):
+        self.name = name
+        self.constrained = constrained
+        self.calls = calls
+        self.version = 0
+        self.step = 0
+        self.store: dict[str, Rollout] = {}
+        self.recorded: dict[int, dict] = {}
+        self.trained: dict[int, list[str]] = {}
+        self.fail: dict[str, list[Exception]] = {}
+        self.opened = Counter()
+        self.ids = itertools.count(1)
+
+    def _maybe_fail(self, method):
+        if self.fail.get(method):
+            raise self.fail[method].pop(0)
+
+    async def status(self):
+        self._maybe_fail("status")
+        policy = {"name": self.name, "version": self.version, "step": self.step, "digest": "sha256:abc"}
+        return {"policies": [policy], "rollouts": {"drifted": 0}, "engine": {"tokens_sampled": 5, "busy_seconds": 1}}
+
+    async def open_rollout(self, *, policy, purpose, scenario_id, scenario, step, group, sample, version):
+        self._maybe_fail("open_rollout")
+        id = f"r{next(self.ids)}"
+        self.opened[Purpose(purpose), step] += 1
+        pinned = f"{policy}@{self.version if version is None else version}"
+        self.store[id] = Rollout(
+            id=id, policy=policy, version=pinned, purpose=purpose, scenario_id=scenario_id, scenario=scenario,
+            step=step, group=group, sample=sample, opened=float(len(self.store)),
+        )  # fmt: skip
+        return OpenRollout(id=id, token=f"token-{id}", version=pinned, base_url="http://127.0.0.1:9/v1")
+
+    async def close_rollout(self, rollout_id, *, output=None, reward=None, metrics=None, error=None, fault=None):
+        self._maybe_fail("close_rollout")
+        rollout = self.store[rollout_id]
+        if rollout.closed:
+            raise ControlError("closed already", 409, "conflict")
+        self.store[rollout_id] = rollout.model_copy(
+            update={
+                "closed": True, "output": output, "reward": reward, "metrics": dict(metrics or {}), "error": error,
+                "fault": fault, "finished": rollout.opened + 1,
+            }
+        )  # fmt: skip
+        return self.store[rollout_id]
+
+    async def rollout(self, rollout_id):
+        self._maybe_fail("rollout")
+        calls = [a_call(rollout_id, constrained=self.constrained)] if self.calls else []
+        return self.store[rollout_id].model_copy(update={"calls": calls})
+
+    async def rollouts(self, *, policy=None, step=None, purpose=None, closed=None, limit=None, after=None):
+        found = [
+            rollout
+            for rollout in self.store.values()
+            if rollout.step == step and rollout.purpose == purpose and rollout.closed == closed
+        ]
+        ids = [rollout.id for rollout in found]
+        return found[ids.index(after) + 1 if after else 0 :][:limit]
+
+    async def steps(self, policy):
+        return [{"step": step, **outcome} for step, outcome in self.recorded.items()]
+
+    async def train_step(self, step, config, *, rollout_ids=None, progress=None, deadline=None):
+        self._maybe_fail("train_step")
+        if step not in self.recorded:
+            groups: dict[str, set] = {}
+            for id in rollout_ids:
+                groups.setdefault(self.store[id].group, set()).add(self.store[id].reward)
+            spread = any(len(rewards) > 1 for rewards in groups.values())
+            self.trained[step] = list(rollout_ids)
+            self.version += spread
+            self.step = step
+            kind = "committed" if spread else "skipped"
+            self.recorded[step] = {
+                "kind": kind,
+                "version": self.version,
+                "reason": None if spread else "no group has a spread of rewards",
+                "metrics": {
+                    "loss": 0.1,
+                    "tokens/trained": 10,
+                    "tokens/computed": 24,
+                    "tokens/unique": 20,
+                    "sampling/sampling_logp_difference/mean": 1e-5,
+                    "sampling/sampling_logp_difference/max": 1e-4,
+                },
+            }
+        progress(StepProgress(packs_done=1, packs=1))
+        return StepOutcome(**self.recorded[step])
+
+
+class Notes:
+    """A display that remembers."""
+
+    def __init__(self):
+        self.lines: list[str] = []
+        self.steps: list[StepLine] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def phase(self, name, total):
+        self.lines.append(f"phase {name} {total}")
+
+    def advance(self, done):
+        pass
+
+    def step(self, line):
+        self.steps.append(line)
+
+    def speed(self, tokens_per_second):
+        pass
+
+    def note(self, text):
+        self.lines.append(text)
+
+    def warn(self, text):
+        self.lines.append(f"warning: {text}")
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+
+SCENARIOS = [Scenario(f"s{index}", {"id": f"s{index}", "n": index}) for index in range(6)]
+HELD_OUT = [Scenario(f"h{index}", {"id": f"h{index}", "n": index}) for index in range(3)]
+
+
+async def echo(scenario):
+    return {"n": scenario["n"]}
+
+
+def alternating():
+    """A reward with a spread in every group: 0, 1, 0, 1, …"""
+    turn = itertools.count()
+    return lambda run: {"reward": next(turn) % 2, "success": 1.0}
+
+
+def a_config(folder, **settings):
+    fixed = {"folder": folder, "steps": 2, "groups_per_step": 2, "group_size": 2, "reward_timeout": 0.2}
+    return TrainConfig(**{**fixed, **settings})
+
+
+async def go(server, folder, *, reward=None, agent=echo, display=None, held_out=HELD_OUT, success=None, sinks=(), **s):
+    return await run(
+        client=server,
+        config=a_config(folder, **s),
+        scenarios=SCENARIOS,
+        held_out=held_out,
+        run_agent=agent,
+        reward=reward or alternating(),
+        display=display or Notes(),
+        success=success,
+        sinks=sinks,
+    )
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# a whole run
+
+
+async def test_a_run_evaluates_trains_and_evaluates_again(tmp_path):
+    server, notes = MemoryServer(), Notes()
+    report = await go(server, tmp_path, display=notes)
+    assert server.opened == {(Purpose.EVAL, 0): 3, (Purpose.TRAIN, 1): 4, (Purpose.TRAIN, 2): 4, (Purpose.EVAL, 2): 3}
+    assert {r.version for r in server.store.values() if r.step == 0} == {"policy@0"}
+    assert {r.version for r in server.store.values() if r.step == 2 and r.purpose == "train"} == {"policy@1"}
+    assert {r.version for r in server.store.values() if r.step == 2 and r.purpose == "eval"} == {"policy@2"}
+    assert (report.steps, report.rollouts, report.version, report.stopped) == (2, 8, "policy@2", "steps")
+    assert (report.base_success, report.trained_success, report.held_out) == (1.0, 1.0, 3)
+    assert report.confidence_interval == pytest.approx((0.4385, 1.0), abs=1e-4)
+    assert report.computed_to_unique_tokens == pytest.approx(1.2)
+    assert report.mean_abs_logprob_difference == pytest.approx(1e-5)
+    assert report.drifted_calls == 0
+    assert report.train_seconds > 0
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["trained_success"] == 1.0
+    assert written["model_digest"] == "sha256:abc"
+    assert [line.step for line in notes.steps] == [1, 2]
+    assert [row["step"] for row in rows_of(tmp_path) if "step" in row] == [1, 2]
+
+
+async def test_groups_of_a_step_are_the_scenarios_in_order(tmp_path):
+    server = MemoryServer()
+    await go(server, tmp_path, held_out=[], seed=7)
+    for step in (1, 2):
+        wanted = {SCENARIOS[index].id for index in order(7, step, 2, len(SCENARIOS))}
+        assert {r.group for r in server.store.values() if r.step == step} == wanted
+        assert sorted(server.trained[step]) == sorted(r.id for r in server.store.values() if r.step == step)
+
+
+async def test_a_scenario_that_comes_twice_in_a_step_is_two_groups(tmp_path):
+    server = MemoryServer()
+    await go(server, tmp_path, held_out=[], steps=1, groups_per_step=len(SCENARIOS) + 1)
+    groups = {r.group for r in server.store.values()}
+    assert len(groups) == len(SCENARIOS) + 1
+    assert any(group.endswith("#2") for group in groups)
+
+
+async def test_no_held_out_scenarios_no_success(tmp_path):
+    report = await go(MemoryServer(), tmp_path, held_out=[])
+    assert report.base_success is None
+    assert report.confidence_interval is None
+
+
+async def test_target_success_ends_the_run_early_and_stays_reached(tmp_path):
+    server = MemoryServer()
+    report = await go(server, tmp_path, steps=9, target_success=0.9, target_steps=2)
+    assert (report.steps, report.stopped) == (2, "target")
+    again = await go(server, tmp_path, steps=9, target_success=0.9, target_steps=2)
+    assert (again.steps, server.step) == (2, 2)
+
+
+async def test_evaluates_every_n_steps(tmp_path):
+    server = MemoryServer()
+    report = await go(server, tmp_path, steps=3, eval_every=1)
+    assert [passed.step for passed in report.evaluations] == [0, 1, 2, 3]
+    assert server.opened[Purpose.EVAL, 3] == 3  # the last one is the final one
+
+
+async def test_concurrency_is_bounded(tmp_path):
+    running, most = 0, 0
+
+    async def agent(scenario):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return {}
+
+    await go(MemoryServer(), tmp_path, agent=agent, held_out=[], steps=1, group_size=8, concurrency=3)
+    assert most == 3
+
+
+async def test_success_function_judges_where_the_reward_does_not(tmp_path):
+    turn = itertools.count()
+    report = await go(
+        MemoryServer(), tmp_path, reward=lambda run: next(turn) % 5 / 5, success=lambda run: run.scenario["n"] > 0
+    )
+    assert report.trained_success == pytest.approx(2 / 3)
+
+
+# what the agent does wrong is data
+
+
+async def test_an_agents_exception_is_scored_and_trained(tmp_path):
+    seen = []
+
+    async def agent(scenario):
+        raise ValueError(f"no idea about {scenario['n']}")
+
+    def reward(run):
+        seen.append(run.error)
+        return len(seen) % 2
+
+    server = MemoryServer()
+    report = await go(server, tmp_path, agent=agent, reward=reward, held_out=[], steps=1)
+    assert (report.errors, report.faults) == (4, 0)
+    assert {error.type for error in seen} == {"ValueError"}
+    assert "no idea about" in seen[0].message
+    assert "in agent" in seen[0].traceback
+    assert len(server.trained[1]) == 4
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_an_agent_that_never_ends_is_ended(tmp_path, stubborn, monkeypatch):
+    monkeypatch.setattr("art_backends.waiting.bounded.__kwdefaults__", {"grace": 0.05})
+    never = asyncio.Event()
+
+    async def agent(scenario):
+        try:
+            await never.wait()
+        except asyncio.CancelledError:
+            if not stubborn:
+                raise
+            await never.wait()
+
+    turn = itertools.count()
+    errors = []
+
+    def reward(run):
+        errors.append(run.error)
+        return next(turn)
+
+    await go(MemoryServer(), tmp_path, agent=agent, reward=reward, held_out=[], steps=1, rollout_timeout=0.05)
+    never.set()
+    assert len(errors) == 4
+    assert {(error.type, error.message) for error in errors} == {
+        ("TimeoutError", "the agent did not end within 0.05 s")
+    }
+
+
+@pytest.mark.parametrize("leaves", [SystemExit(3), asyncio.CancelledError()])
+async def test_an_agent_that_ends_the_program_or_its_task_ends_its_rollout_only(tmp_path, leaves):
+    async def agent(scenario):
+        raise leaves
+
+    server = MemoryServer()
+    await go(server, tmp_path, agent=agent, held_out=[], steps=1)
+    assert {r.error.type for r in server.store.values()} == {type(leaves).__name__}
+
+
+async def test_an_agent_cannot_change_the_scenario_of_the_others(tmp_path):
+    async def agent(scenario):
+        scenario["n"] = "changed"
+        return {}
+
+    server = MemoryServer()
+    await go(server, tmp_path, agent=agent, held_out=[], steps=1)
+    assert all(isinstance(r.scenario["n"], int) for r in server.store.values())
+
+
+async def test_outputs_that_are_no_json_are_kept_as_text(tmp_path):
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError
+
+    async def agent(scenario):
+        return {"nan": float("nan"), "set": {1}, "odd": Odd(), "half": "\ud800"}
+
+    server = MemoryServer()
+    await go(server, tmp_path, agent=agent, held_out=[], steps=1)
+    output = next(iter(server.store.values())).output
+    assert output["nan"] is None
+    assert "whose repr raised" in json.dumps(output)
+
+
+# what the world does wrong is a fault
+
+
+def engine_error(status):
+    request = httpx2.Request("POST", "http://127.0.0.1/v1/chat/completions")
+    if status is None:
+        return openai.APIConnectionError(request=request)
+    return openai.APIStatusError("trouble", response=httpx2.Response(status, request=request), body=None)
+
+
+@pytest.mark.parametrize("status", [None, 500, 502, 503, 429, 401])
+async def test_engine_trouble_is_a_fault_and_played_again(tmp_path, status):
+    fails = {"left": 2}
+
+    async def agent(scenario):
+        if fails["left"]:
+            fails["left"] -= 1
+            try:
+                raise engine_error(status)
+            except openai.OpenAIError as error:
+                raise ValueError("a tool wrapped it") from error
+        return {}
+
+    server = MemoryServer()
+    report = await go(server, tmp_path, agent=agent, held_out=[], steps=1)
+    assert sum((r.fault or "").startswith("engine:") for r in server.store.values()) == 2
+    assert (report.rollouts, report.faults, len(server.trained[1])) == (4, 0, 4)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_wrong_request_is_the_agents_error(tmp_path, status):
+    async def agent(scenario):
+        raise engine_error(status)
+
+    server = MemoryServer()
+    report = await go(server, tmp_path, agent=agent, held_out=[], steps=1)
+    assert (report.errors, report.faults) == (4, 0)
+
+
+async def test_an_engine_that_stays_away_ends_the_run(tmp_path):
+    async def agent(scenario):
+        raise engine_error(503)
+
+    server = MemoryServer()
+    with pytest.raises(ServerError, match=r"step 1: no rollout came through: engine: HTTP 503"):
+        await go(server, tmp_path, agent=agent, held_out=[])
+    assert not server.trained
+
+
+async def test_a_server_that_is_gone_ends_the_run_at_once(tmp_path):
+    server = MemoryServer()
+    server.fail["open_rollout"] = [ServerError("the server cannot be reached")]
+    with pytest.raises(ServerError, match="cannot be reached"):
+        await go(server, tmp_path)
+    assert all(r.closed for r in server.store.values())
+
+
+async def test_a_rollout_that_the_server_refuses_to_close_is_excluded(tmp_path):
+    server = MemoryServer()
+    server.fail["close_rollout"] = [ControlError("the output is too large", 413, "too_large")] * 3
+    report = await go(server, tmp_path, held_out=[], steps=1)
+    assert report.rollouts == 4
+    assert all(server.store[id].closed for id in server.trained[1])
+
+
+async def test_a_failed_step_ends_the_run_and_the_next_run_repeats_only_the_training(tmp_path):
+    server = MemoryServer()
+    server.fail["train_step"] = [TrainingError("disk full")]
+    with pytest.raises(TrainingError, match="disk full"):
+        await go(server, tmp_path, held_out=[], steps=1)
+    played = dict(server.opened)
+    report = await go(server, tmp_path, held_out=[], steps=1)
+    assert server.opened == played
+    assert report.steps == 1
+
+
+async def test_training_without_progress_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("art_backends.loop.STALL_SECONDS", 0.05)
+    never = asyncio.Event()
+
+    class Hung(MemoryServer):
+        async def train_step(self, *arguments, **settings):
+            await never.wait()
+
+    with pytest.raises(TrainingError, match="no progress"):
+        await go(Hung(), tmp_path, held_out=[])
+
+
+# rewards that misbehave (R24): excluded, counted, never 0.0
+
+
+def raises(run):
+    raise KeyError("answer")
+
+
+def hangs(run):
+    HANG.wait(5)
+
+
+async def async_hangs(run):
+    await asyncio.Event().wait()
+
+
+async def async_raises(run):
+    raise SystemExit(1)
+
+
+MISBEHAVIOUR = {
+    "raises": (raises, r"raised KeyError: 'answer' \(test_loop.py:\d+\)"),
+    "async raises": (async_raises, r"raised RuntimeError: SystemExit: 1"),
+    "hangs": (hangs, r"did not return within 0.2 s"),
+    "async hangs": (async_hangs, r"did not return within 0.2 s"),
+    "none": (lambda run: None, r"returned None: .*return statement missing"),
+    "nan": (lambda run: math.nan, r"returned nan: "),
+    "inf": (lambda run: -math.inf, r"returned -inf: "),
+    "text": (lambda run: "0.5", r"returned a str \('0.5'\)"),
+    "list": (lambda run: [0.5, 1.0], r"returned a list \(\[0.5, 1.0\]\)"),
+    "array": (lambda run: numpy.ones((2, 3)), r"returned a ndarray of shape \(2, 3\)"),
+    "array of one": (lambda run: numpy.ones(1), r"returned a ndarray of shape \(1,\)"),
+    "no reward": (lambda run: {"score": 1.0}, r"""returned a mapping without "reward" \(it has 'score'\)"""),
+    "part none": (lambda run: {"reward": 1, "style": None}, r"returned None in part 'style'"),
+    "part nan": (lambda run: {"reward": 1, "style": math.nan}, r"returned nan in part 'style'"),
+    "key": (lambda run: {"reward": 1, 5: 1}, r"returned a mapping with the key 5"),
+}
+HANG = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """Drawing takes a second; test_report.py does it."""
+    monkeypatch.setattr("art_backends.loop.can_draw", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def _release_hung_threads():
+    HANG.clear()
+    yield
+    HANG.set()
+
+
+@pytest.mark.parametrize("kind", MISBEHAVIOUR)
+async def test_a_reward_that_misbehaves_is_excluded_and_never_zero(tmp_path, kind):
+    bad, _ = MISBEHAVIOUR[kind]
+    turn = itertools.count()
+    lock = threading.Lock()
+
+    async def mixed(run):
+        with lock:
+            now = next(turn)
+        if now % 4 == 1:
+            value = bad(run) if not kind.endswith("hangs") else async_hangs(run)
+            return await value if hasattr(value, "__await__") else value
+        return float(now % 4)
+
+    server = MemoryServer()
+    report = await go(server, tmp_path, reward=mixed, held_out=[], steps=1, group_size=4, reward_timeout=0.2)
+    bad_ones = [r for r in server.store.values() if r.fault]
+    assert report.faults == len(bad_ones) == 2
+    assert all(r.fault.startswith("reward: ") and r.reward is None and r.metrics == {} for r in bad_ones)
+    assert not {r.id for r in bad_ones} & set(server.trained[1])
+    assert len(server.trained[1]) == 6
+
+
+@pytest.mark.parametrize("kind", MISBEHAVIOUR)
+async def test_a_reward_that_fails_for_a_whole_step_ends_the_run(tmp_path, kind):
+    bad, words = MISBEHAVIOUR[kind]
+    server = MemoryServer()
+    with pytest.raises(RewardError, match="step 1: the reward function failed for every rollout.*" + words):
+        await go(server, tmp_path, reward=bad, held_out=[], steps=1)
+    assert len(server.store) == 4  # not played again: a reward does not get better by that
+    assert not server.trained
+
+
+async def test_a_success_function_that_raises_is_a_fault(tmp_path):
+    with pytest.raises(RewardError, match="success function: ZeroDivisionError"):
+        await go(MemoryServer(), tmp_path, success=lambda run: 1 / 0, reward=lambda run: 1.0, held_out=[])
+
+
+@pytest.mark.parametrize("form", ["sync", "async", "callable", "returns a coroutine"])
+async def test_rewards_see_the_calls(tmp_path, form):
+    turn = itertools.count()
+
+    def sync(run):
+        return {"reward": next(turn), "calls": len(run.calls), "tokens": len(run.calls[0].choices[0].token_ids)}
+
+    async def asynchronous(run):
+        return sync(run)
+
+    class Callable:
+        async def __call__(self, run):
+            return sync(run)
+
+    def returns_one(run):
+        return asynchronous(run)
+
+    forms = {"sync": sync, "async": asynchronous, "callable": Callable(), "returns a coroutine": returns_one}
+    server = MemoryServer()
+    await go(server, tmp_path, reward=forms[form], held_out=[], steps=1)
+    assert {r.metrics["calls"] for r in server.store.values()} == {1.0}
+    assert not any(r.fault for r in server.store.values())
+
+
+# nothing to learn from (R25)
+
+
+async def test_three_steps_without_a_spread_end_the_run(tmp_path):
+    server, notes = MemoryServer(), Notes()
+    with pytest.raises(NothingToLearnError, match=r"3 steps in a row.*0 ×4.*What helps: .*--group-size"):
+        await go(server, tmp_path, reward=lambda run: 0.0, steps=9, display=notes)
+    assert server.version == 0
+    assert server.step == 3
+    assert "step 1: nothing to learn from (no group has a spread of rewards); rewards: 0 ×4" in notes.text
+
+
+async def test_an_agent_whose_calls_are_all_constrained_is_told_before_training(tmp_path):
+    for held_out in (HELD_OUT, []):
+        server = MemoryServer(constrained=True)
+        with pytest.raises(NothingToLearnError, match=r"response_format.*tool_choice"):
+            await go(server, tmp_path, held_out=held_out)
+        assert not server.trained
+
+
+async def test_an_agent_without_captured_calls_is_told(tmp_path):
+    with pytest.raises(NothingToLearnError, match="no model call that was captured"):
+        await go(MemoryServer(calls=False), tmp_path)
+
+
+async def test_an_agent_that_fails_at_once_is_told_its_error(tmp_path):
+    async def agent(scenario):
+        raise ImportError("no module named my_tools")
+
+    with pytest.raises(NothingToLearnError, match=r"ImportError: no module named my_tools \(×3\)\nTraceback"):
+        await go(MemoryServer(calls=False), tmp_path, agent=agent)
+
+
+# going on
+
+
+async def test_a_run_goes_on_where_it_stood(tmp_path):
+    server = MemoryServer()
+    await go(server, tmp_path, steps=2)
+    report = await go(server, tmp_path, steps=3)
+    assert server.opened[Purpose.EVAL, 0] == 3  # the base is not evaluated again
+    assert server.opened[Purpose.TRAIN, 3] == 4
+    assert [row["step"] for row in rows_of(tmp_path) if "step" in row] == [1, 2, 3]
+    assert sum(row.get("evaluation") == 0 for row in rows_of(tmp_path)) == 1
+    assert (report.steps, report.rollouts) == (3, 12)
+    assert report.train_seconds == pytest.approx(sum(row.get("seconds", 0) for row in rows_of(tmp_path)))
+
+
+async def test_an_interrupted_step_plays_only_what_is_missing(tmp_path):
+    three_are_closed, never = asyncio.Event(), asyncio.Event()
+    count = itertools.count()
+
+    async def agent(scenario):
+        if next(count) >= 3:  # the first three of four end
+            await never.wait()
+        return {}
+
+    class Watching(Notes):
+        def advance(self, done):
+            if done == 3:
+                three_are_closed.set()
+
+    server, notes = MemoryServer(), Watching()
+    task = asyncio.ensure_future(go(server, tmp_path, agent=agent, held_out=[], steps=1, display=notes))
+    await asyncio.wait_for(three_are_closed.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [r.fault for r in server.store.values()] == [None, None, None, "interrupted"]
+    assert all(r.closed for r in server.store.values())
+    assert "stopped in step 1; nothing that was finished is lost: the same command goes on" in notes.text
+    assert rows_of(tmp_path)[-1]["interrupted"] == 1
+    report = await go(server, tmp_path, held_out=[], steps=1)
+    assert server.opened[Purpose.TRAIN, 1] == 5
+    assert report.rollouts == 4
+
+
+async def test_rollouts_of_an_older_version_are_not_reused(tmp_path):
+    server = MemoryServer()
+    server.fail["train_step"] = [TrainingError("killed")]
+    with pytest.raises(TrainingError):
+        await go(server, tmp_path, held_out=[], steps=1)
+    server.version = 1
+    await go(server, tmp_path, held_out=[], steps=1)
+    assert server.opened[Purpose.TRAIN, 1] == 8
+
+
+async def test_a_step_committed_but_not_written_down_is_recovered(tmp_path):
+    server = MemoryServer()
+    await go(server, tmp_path, steps=2)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line).get("step") != 2 and json.loads(line).get("evaluation") != 2]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(kept) + b'{"step": 2, "outco')
+    report = await go(server, tmp_path, steps=2)
+    assert server.opened[Purpose.TRAIN, 2] == 4
+    assert [row["step"] for row in rows_of(tmp_path) if "step" in row] == [1, 2]
+    assert (report.steps, report.rollouts) == (2, 8)
+
+
+async def test_figures_of_versions_that_are_gone_do_not_count(tmp_path):
+    await go(MemoryServer(), tmp_path, steps=2)
+    report = await go(MemoryServer(), tmp_path, steps=1)  # a new server on an old metrics file
+    assert report.steps == 1
+
+
+async def test_a_sink_that_raises_is_switched_off(tmp_path):
+    class Broken:
+        calls = 0
+
+        def write(self, row):
+            self.calls += 1
+            raise OSError("tracker is down")
+
+        def close(self):
+            return None
+
+    broken, notes = Broken(), Notes()
+    await go(MemoryServer(), tmp_path, sinks=[broken], display=notes)
+    assert broken.calls == 1
+    assert "warning: metrics sink Broken is switched off: OSError: tracker is down" in notes.text
+
+
+async def test_a_policy_that_the_server_does_not_have(tmp_path):
+    with pytest.raises(ServerError, match="no policy 'policy'"):
+        await go(MemoryServer(name="other"), tmp_path)
