@@ -113,7 +113,11 @@ class Forward:
 
     def _mask(self, pack: Pack) -> Tensor:
         if pack.parents is not None:
-            return torch.from_numpy(pack.ancestors())[None, None].to(self.device)
+            mask = torch.from_numpy(pack.ancestors())[None, None].to(self.device)
+            if getattr(self._config, "_attn_implementation", "sdpa") == "eager":  # adds its mask instead
+                lowest = torch.finfo(self.dtype).min
+                return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(~mask, lowest)
+            return mask
         columns = np.arange(pack.input_ids.shape[1])[None, :] < pack.lengths[:, None]
         return torch.from_numpy(columns.astype(np.int64)).to(self.device)
 

@@ -241,7 +241,6 @@ class Trainer:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 self._model_path,
                 dtype=self._dtype,
-                attn_implementation="sdpa",
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
