@@ -1,12 +1,13 @@
 """An OpenAI-compatible server on loopback that remembers what it was asked, for the capture tests.
 
-`tests/art_langgraph` has fixtures of its own; this server is real HTTP, so that keys, hosts and connections are seen
+`tests/art_langgraph` uses it too. This server is real HTTP, so that keys, hosts and connections are seen
 as a provider would see them.
 """
 
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -41,6 +42,8 @@ class FakeOpenAI:
     fail_next: list[int] = field(default_factory=list)  # statuses to answer first
     gate: int = 0  # answer nobody before this many requests are waiting: real concurrency, without sleeping
 
+    reply: Callable[[dict], dict | None] | None = None  # a message of the test's own for a body
+
     def __post_init__(self) -> None:
         self._waiting: list[asyncio.Event] = []
 
@@ -69,20 +72,22 @@ class FakeOpenAI:
             return JSONResponse({"object": "list", "data": [{"index": 0, "embedding": [0.0], "object": "embedding"}]})
         if request.method == "GET":
             return JSONResponse({"object": "list", "data": []})
+        if self.reply and (message := self.reply(body)):
+            return JSONResponse(self._completion(body, message, ""))
         said = f"echo {body['messages'][-1]['content']}" if "messages" in body else "text"
         if body.get("stream"):
             return StreamingResponse(self._stream(said), media_type="text/event-stream")
-        message = {"role": "assistant", "content": said}
-        return JSONResponse(
-            {
-                "id": "c",
-                "object": "chat.completion",
-                "created": 0,
-                "model": body.get("model", "m"),
-                "choices": [{"index": 0, "message": message, "text": said, "finish_reason": "stop"}],
-                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-            }
-        )
+        return JSONResponse(self._completion(body, {"role": "assistant", "content": said}, said))
+
+    def _completion(self, body: dict, message: dict, text: str) -> dict:
+        return {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body.get("model", "m"),
+            "choices": [{"index": 0, "message": message, "text": text, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
 
     async def _stream(self, said: str):
         for number, word in enumerate(said.split(" ")):

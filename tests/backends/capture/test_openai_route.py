@@ -103,9 +103,9 @@ def test_error_types_are_the_sdks(captured, proxy, provider):
 
 def test_timeouts_are_the_callers(captured, proxy, provider):
     proxy.gate = 2  # never reached: the server does not answer
-    with make(OpenAI, provider, max_retries=0) as client, rollout_scope(proxy.url, "t", "r"):
-        with pytest.raises(openai.APITimeoutError):
-            ask(client, timeout=0.2)
+    client = make(OpenAI, provider, max_retries=0)
+    with client, rollout_scope(proxy.url, "t", "r"), pytest.raises(openai.APITimeoutError):
+        ask(client, timeout=0.2)
     assert len(proxy.seen) == 1
     proxy.release()
 

@@ -204,7 +204,10 @@ def test_uninstalling_restores_the_original_objects(captured):
 
 def test_a_later_patch_of_somebody_else_survives():
     ours = threading.Thread.start
-    theirs = lambda self: ours(self)  # noqa: E731
+
+    def theirs(self):
+        ours(self)
+
     capture.uninstall()
     original = threading.Thread.start
     capture.install()
