@@ -9,7 +9,7 @@ It refuses bodies beyond 32 MiB (413) and answers every error in OpenAI's envelo
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,14 +107,15 @@ class _Face:
         body = parse(LoadAdapterBody, await read_json(request))
         if body.lora_name == self._service.base_name or body.lora_name in self._service.engine.adapters():
             raise ApiError(f"The lora adapter '{body.lora_name}' has already been loaded.", param="lora_name")
-        await _finished(self._service.engine.load_adapter(body.lora_name, Path(body.lora_path)))
+        # reading and checking its files takes a while: not on the event loop
+        await asyncio.to_thread(self._service.engine.load_adapter, body.lora_name, Path(body.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Reply:
         body = parse(UnloadAdapterBody, await read_json(request))
         if body.lora_name not in self._service.engine.adapters():
             raise ApiError(f"The lora adapter '{body.lora_name}' cannot be found.", status=404, param="lora_name")
-        await _finished(self._service.engine.unload_adapter(body.lora_name))
+        self._service.engine.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def tokenize(self, request: Request) -> Reply:
@@ -150,6 +151,8 @@ class _Face:
         )
 
     async def health(self, request: Request) -> Reply:
+        if not self._service.engine.healthy:
+            raise ApiError(f"the engine has ended: {self._service.engine.failure or 'closed'}", status=503)
         return json_response({"status": "ok"})
 
     async def version(self, request: Request) -> Reply:
@@ -177,8 +180,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response
-
-
-async def _finished(result: Any) -> None:
-    if inspect.isawaitable(result):
-        await result

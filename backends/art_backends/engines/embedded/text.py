@@ -122,7 +122,7 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first stop string in text that arrives in pieces; ``hit`` is the one found."""
+    """Finds the stop string that is complete first in text that arrives in pieces; ``hit`` is the one found."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -134,9 +134,9 @@ class StopMatcher:
         if not self._stops or self.hit is not None:
             return "" if self.hit is not None else text
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, self.hit = min(found)
+            _, at, self.hit = min(found)
             safe, self._held = self._held[:at], ""
             return safe
         keep = max(overlap(self._held, stop) for stop in self._stops)

@@ -36,7 +36,8 @@ class ToolCall:
 class HermesParser:
     """Feed text with ``push`` and ``finish``; both give (content, calls) that became certain.
 
-    White space next to a call belongs to the format and is dropped. With ``single`` only the first call is given
+    White space next to a call belongs to the format and is dropped; words on both sides of a call are put on two
+    lines. With ``single`` only the first call is given
     (``parallel_tool_calls: false``); later ones are dropped, as vLLM does. ``calls`` counts those given.
     """
 
@@ -46,6 +47,7 @@ class HermesParser:
         self._gap = ""  # the white space before a call that is not decided yet
         self._scanned = 0  # where to look for the next closing tag
         self._after_call = False  # nothing but white space came since the last call
+        self._said = False  # whether content was given
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -62,8 +64,10 @@ class HermesParser:
         for piece in self._pieces(ended=ended):
             if isinstance(piece, str):
                 text = piece.lstrip() if self._after_call else piece
-                self._after_call = self._after_call and not text
-                content.append(text)
+                if not text:
+                    continue
+                content.append("\n" + text if self._after_call and self._said else text)
+                self._said, self._after_call = True, False
             else:
                 self._after_call = True
                 if not (self._single and self.calls):
@@ -115,7 +119,8 @@ class HermesParser:
     def _words(self) -> int:
         """Length of a broken call: to its closing tag, or to where another call opens."""
         ends = [self._text.find(OPEN, len(OPEN)), self._text.find(CLOSE) + len(CLOSE)]
-        return min((end for end in ends if end >= len(OPEN)), default=len(OPEN))
+        size = min((end for end in ends if end >= len(OPEN)), default=len(OPEN))
+        return len(self._text[:size].rstrip())
 
 
 class _Broken:
