@@ -123,6 +123,55 @@ def histogram(values: Sequence[float], bins: int = 5) -> str:
     )
 
 
+def summary(report: Report, folder: Path) -> list[str]:
+    """The result in lines for a person: before and after, with examples, and how to go on."""
+    lines = [""]
+    for example in report.examples[:3]:
+        lines += [
+            f"scenario: {_short(example.scenario)}",
+            f"  before ({_reward(example.before_reward)}): {_short(example.before)}",
+            f"  after  ({_reward(example.after_reward)}): {_short(example.after)}",
+            "",
+        ]
+    if report.base_success is not None and report.trained_success is not None:
+        interval = report.confidence_interval
+        spread = "" if interval is None else f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})"
+        lines.append(
+            f"success on {report.held_out} held-out scenarios: "
+            f"{report.base_success:.3f} before, {report.trained_success:.3f} after{spread}"
+        )
+    if report.base_reward is not None and report.trained_reward is not None:
+        lines.append(f"reward: {report.base_reward:.3f} before, {report.trained_reward:.3f} after")
+    if not report.held_out:
+        lines.append("no held-out scenarios: success was not measured")
+    minutes = report.train_seconds / 60
+    lines.append(
+        f"{report.steps} steps, {report.rollouts} rollouts ({report.faults} excluded) in {minutes:.1f} minutes; "
+        f"policy {report.version}"
+    )
+    lines += [f"report: {folder / 'report.json'}", f"serve it: art-backends serve --folder {folder}"]
+    return lines
+
+
+def _reward(value: float | None) -> str:
+    return "no reward" if value is None else f"reward {value:.2f}"
+
+
+def _short(value: Any, limit: int = 200) -> str:
+    """What a person wants to see of a scenario or a final state, in a line: the last message, or the JSON."""
+    if isinstance(value, dict):
+        messages = value.get("messages")
+        if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+            calls = [call.get("function", {}) for call in messages[-1].get("tool_calls") or []]
+            said = [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+            value = " ".join([str(messages[-1].get("content") or ""), *said]).strip()
+        elif isinstance(value.get("question"), str):
+            value = value["question"]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def can_draw() -> bool:
     """Whether the ``plot`` extra is there."""
     return importlib.util.find_spec("matplotlib") is not None

@@ -4,7 +4,8 @@ What the agent does wrong is data: it is closed with ``error`` set, scored and t
 fault: the rollout is closed with ``fault`` set and excluded. A reward that raises, hangs or returns what is no number
 is a fault, never a reward of 0.
 
-It refuses to go on without a server: a control API that does not answer ends the collection.
+It refuses to go on without a server: a control API that does not answer ends the collection. So does a scenario of
+which no input can be made, or a graph that cannot be built: those are the user's to mend.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from art_backends.capture.scope import rollout_scope
 from art_backends.client import OpenRollout, StepOutcome, StepProgress
 from art_backends.config import TrainConfig
-from art_backends.errors import ControlError, RewardError, ServerError
+from art_backends.errors import ArtError, ControlError, GraphError, RewardError, ScenarioError, ServerError
 from art_backends.rewards.values import LazyCalls, Reward, Run, parts
 from art_backends.scenarios import Scenario
 from art_backends.trajectories import Purpose, Rollout, RolloutError
@@ -216,9 +217,10 @@ class Player:
                     reward, metrics = await self._score(run)
                 except RewardError as problem:
                     fault = f"reward: {problem}"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ScenarioError, GraphError) as ended:
+            fault = f"setup: {ended}" if isinstance(ended, ArtError) else "interrupted"
             with suppress(ServerError, TimeoutError):
-                await asyncio.wait_for(self._client.close_rollout(opened.id, fault="interrupted"), CLOSE_SECONDS)
+                await asyncio.wait_for(self._client.close_rollout(opened.id, fault=fault), CLOSE_SECONDS)
             raise
         closing = self._client.close_rollout(
             opened.id, output=jsonable(output), reward=reward, metrics=metrics, error=error, fault=fault
@@ -255,6 +257,8 @@ class Player:
             return None, RolloutError(type="CancelledError", message=f"the agent {cancelled}"), None
         if error is None:
             return output, None, None
+        if isinstance(error, ScenarioError | GraphError):  # neither the agent's nor the world's: the user's to mend
+            raise error
         return None, describe(error), fault_of(error)
 
     async def _score(self, run: Run) -> tuple[float, dict[str, float]]:

@@ -4,7 +4,7 @@
 thread, so that a hung one does not keep the process alive; ``run_to_end`` is ``asyncio.run`` with a Ctrl-C that
 stops cleanly and an executor wide enough for many rollouts at once.
 
-It refuses to kill: a thread that hangs is left behind and counted (``abandoned``), for Python cannot end it.
+It refuses to kill: a thread that hangs is left behind, for Python cannot end it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ class OverdueError(TimeoutError):
 
 class SelfCancelledError(RuntimeError):
     """The code cancelled itself, which is not the same as the caller being cancelled."""
-
-
-def abandoned() -> int:
-    """How many tasks and threads were given up and still run."""
-    threads = sum(thread.name == "art-in-thread" for thread in threading.enumerate())
-    return len(_left_behind) + threads
 
 
 async def bounded(work: Coroutine[Any, Any, T], seconds: float, *, grace: float = GRACE) -> T:

@@ -1,0 +1,153 @@
+"""``art-langgraph train my_app:graph --scenarios tasks.jsonl --reward my_rewards:score``: train from a terminal.
+
+Every setting of TrainConfig is an option; the app is found from the current folder, as with ``python -m``. What is
+wrong is one clear line on standard error and exit code 2 (an error in the app comes with the app's own traceback);
+Ctrl-C is exit code 130, and the same command goes on. It refuses to show tracebacks of its own for the user's errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from art_backends.config import add_arguments, from_arguments
+from art_backends.display import make_display
+from art_backends.errors import ArtError, ConfigError
+from art_backends.report import summary
+from rich.console import Console
+
+from art_langgraph.train import train
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
+_LINGER = 5.0  # seconds that the app's own threads have to end
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``art-langgraph``; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    code = 0
+    try:
+        options.run(options)
+    except ArtError as error:
+        sys.stderr.write(f"art-langgraph: {error}\n")
+        code = 2
+    except KeyboardInterrupt:
+        sys.stderr.write("art-langgraph: interrupted; the same command goes on\n")
+        code = INTERRUPTED
+    if arguments is None:
+        _leave(code)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="art-langgraph", description="Train an unmodified LangGraph agent in place.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    training = commands.add_parser("train", help="train the model behind a graph")
+    training.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
+    training.add_argument("--scenarios", type=Path, required=True, metavar="FILE", help="JSON Lines: a scenario a line")
+    training.add_argument("--reward", required=True, metavar="MODULE:ATTR", help="function that scores a run")
+    training.add_argument(
+        "--held-out", metavar="FILE|SHARE", help="scenarios to measure success on: a file, or a share such as 0.2"
+    )
+    training.add_argument("--to-input", metavar="MODULE:ATTR", help="function that makes the graph's input")
+    training.add_argument("--success", metavar="MODULE:ATTR", help="function that judges a run: success or not")
+    training.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
+    add_arguments(training)
+    training.set_defaults(run=_train)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = from_arguments(options, options.config)
+    console = Console()
+    report = train(
+        options.graph,
+        scenarios=options.scenarios,
+        reward=load_function(options.reward, "--reward"),
+        held_out=_held_out(options.held_out),
+        to_input=None if options.to_input is None else load_function(options.to_input, "--to-input"),
+        success=None if options.success is None else load_function(options.success, "--success"),
+        config=config,
+        display=make_display(console),
+    )
+    for line in summary(report, config.folder):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _held_out(value: str | None) -> str | float | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
+
+
+def load_function(spec: str, option: str) -> Callable[..., Any]:
+    """A function by ``module:attr`` or ``path.py:attr``; ConfigError names the option and what was found instead.
+
+    An error in the module comes with the module's own traceback.
+    """
+    place, separator, attribute = spec.rpartition(":")
+    if not separator or not place or not attribute:
+        raise ConfigError(f"{option} {spec}: give module:function, for example my_rewards:score")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise ConfigError(f"{option} {spec}: there is no file {path}")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        place = path.stem
+    try:
+        value: Any = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{option} {spec}: there is no module {error.name!r} in {Path.cwd()} nor among the installed packages"
+            ) from None
+        _app_error(f"{option} {spec}", error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - boundary: the user's module, told with its traceback
+        _app_error(f"{option} {spec}", error)
+    for part in attribute.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            raise ConfigError(f"{option} {spec}: {place} has no {attribute!r}") from None
+    if not callable(value):
+        raise ConfigError(f"{option} {spec}: this is a {type(value).__name__}, not a function")
+    return value  # type: ignore[no-any-return]
+
+
+def _app_error(what: str, error: BaseException) -> NoReturn:
+    shown = traceback.TracebackException.from_exception(error)
+    mine = (__file__, importlib.__file__)
+    kept = [frame for frame in shown.stack if frame.filename not in mine and "importlib" not in frame.filename]
+    shown.stack = traceback.StackSummary.from_list(kept)
+    raise ConfigError(f"{what}: the module could not be imported:\n\n{''.join(shown.format())}".rstrip()) from error
+
+
+def _leave(code: int) -> None:
+    """End the process even if a thread of the app hangs: Python would wait for it for ever."""
+    deadline = time.monotonic() + _LINGER
+    others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""Train an unmodified LangGraph graph in place: ``train`` and, in an event loop, ``atrain``.
+
+    report = art_langgraph.train("my_app:graph", scenarios="tasks.jsonl", reward=score, steps=20)
+
+It starts the server on the run folder, runs the graph on the scenarios with its model calls captured, and makes the
+training steps that are still to be made. It refuses to touch the graph or the app's settings: outside of this call
+nothing is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from art_backends import capture
+from art_backends.backend import LocalBackend
+from art_backends.config import TrainConfig, load_toml, make_config
+from art_backends.display import Display, make_display
+from art_backends.errors import ConfigError
+from art_backends.loop import run
+from art_backends.report import Report
+from art_backends.rewards.values import Reward
+from art_backends.rollouts import Success
+from art_backends.scenarios import Scenario, load, split
+from art_backends.tracking import Sink
+from art_backends.waiting import run_to_end
+
+from art_langgraph import hook
+from art_langgraph.graphs import MakeInput, graph_warnings, load_graph, run_graph
+
+Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
+
+
+async def atrain(
+    graph: Any,
+    *,
+    scenarios: Scenarios,
+    reward: Reward,
+    held_out: Scenarios | float | None = None,
+    config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
+    to_input: MakeInput | None = None,
+    success: Success | None = None,
+    display: Display | None = None,
+    sinks: Iterable[Sink] = (),
+    **settings: Any,
+) -> Report:
+    """Train the policy behind ``graph`` and return the report of the run.
+
+    ``graph``: a compiled graph, a StateGraph, a function that makes one, or ``"module:attr"``.
+    ``scenarios``: a JSON Lines file or objects. ``held_out``: the same, or a share of the scenarios (0.2) to hold out;
+    without it success is not measured. ``reward(run)`` returns a number, or parts with ``"reward"``; may be async.
+    ``config``: a TrainConfig, its values, or a TOML file; ``settings`` are TrainConfig's and win over it.
+    ``to_input(scenario)`` makes the graph's input (default: its ``messages``, ``input`` or ``question``).
+
+    Raises ArtError with clear words; CancelledError when cancelled, after closing what was open.
+    """
+    made = settled(config, settings)
+    loaded = load_graph(graph)
+    training, testing = prepared(scenarios, held_out, made.seed)
+    if not callable(reward):
+        raise ConfigError(f"reward must be a function of a run, not {type(reward).__name__}")
+    shown = make_display() if display is None else display
+
+    async def run_agent(scenario: dict[str, Any]) -> Any:
+        return await run_graph(loaded, scenario, to_input=to_input)
+
+    async with loaded:
+        for warning in filter(None, [*graph_warnings(loaded), hook.cache_warning()]):
+            shown.warn(warning)
+        shown.note(f"starting the server on {made.folder}")
+        async with LocalBackend(made) as backend:
+            capture.install()
+            hook.install()
+            try:
+                return await run(
+                    client=backend.client,
+                    config=made,
+                    scenarios=training,
+                    held_out=testing,
+                    run_agent=run_agent,
+                    reward=reward,
+                    display=shown,
+                    success=success,
+                    sinks=list(sinks),
+                )
+            finally:
+                hook.uninstall()
+                capture.uninstall()
+
+
+def train(
+    graph: Any,
+    *,
+    scenarios: Scenarios,
+    reward: Reward,
+    held_out: Scenarios | float | None = None,
+    config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
+    to_input: MakeInput | None = None,
+    success: Success | None = None,
+    display: Display | None = None,
+    sinks: Iterable[Sink] = (),
+    **settings: Any,
+) -> Report:
+    """``atrain`` to its end, for code without an event loop. KeyboardInterrupt on Ctrl-C, after a clean stop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise ConfigError(
+            "train() was called where an event loop runs already (a notebook, async code): await atrain()"
+        )
+    made = settled(config, settings)
+    work = atrain(
+        graph,
+        scenarios=scenarios,
+        reward=reward,
+        held_out=held_out,
+        config=made,
+        to_input=to_input,
+        success=success,
+        display=display,
+        sinks=sinks,
+    )
+    # Frameworks run an agent's blocking parts in the default executor: as many at once as rollouts may run.
+    return run_to_end(work, threads=made.concurrency + 8)
+
+
+def settled(config: TrainConfig | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]) -> TrainConfig:
+    """One TrainConfig of a base and the settings that win over it; ConfigError names what is wrong."""
+    if config is None:
+        return make_config(settings, source="train()")
+    if isinstance(config, str | Path):
+        return make_config({**load_toml(Path(config)), **settings}, source=f"{config} and train()")
+    if isinstance(config, TrainConfig):
+        return make_config({**config.model_dump(), **settings}, source="train()") if settings else config
+    if isinstance(config, Mapping):
+        return make_config({**config, **settings}, source="train()")
+    raise ConfigError(f"config must be a TrainConfig, a mapping or a TOML file, not {type(config).__name__}")
+
+
+def prepared(
+    scenarios: Scenarios, held_out: Scenarios | float | None, seed: int
+) -> tuple[list[Scenario], list[Scenario]]:
+    """(to train on, held out). ScenarioError if a scenario cannot be used; ConfigError if one is in both."""
+    training = load(scenarios)
+    if held_out is None:
+        return training, []
+    if isinstance(held_out, int | float):
+        return split(training, held_out, seed)
+    testing = load(held_out)
+    known = {scenario.id: scenario for scenario in training}
+    both = [scenario.id for scenario in testing if scenario.id in known and known[scenario.id].data == scenario.data]
+    if both:
+        raise ConfigError(
+            f"{len(both)} held-out scenarios are among those to train on ({', '.join(both[:3])}): "
+            "success would be measured on what was learned by heart"
+        )
+    return training, testing
