@@ -84,11 +84,14 @@ def tool_calls(message: Message) -> list[Mapping[str, Any]]:
     return [{"function": legacy}] if isinstance(legacy, Mapping) else []
 
 
-def _call_parts(call: Mapping[str, Any]) -> tuple[str, bool, Any]:
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
-    function = function if isinstance(function, Mapping) else call
-    parses, arguments = parsed_arguments(function.get("arguments"))
-    return str(function.get("name")), parses, arguments
+    return function if isinstance(function, Mapping) else call
+
+
+def call_name(call: Mapping[str, Any]) -> str:
+    """The name of the tool that is called."""
+    return str(_function(call).get("name"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ class Answer:
         text = content_text(message.get("content"))
         calls, ids = [], []
         for call in tool_calls(message):
-            name, parses, arguments = _call_parts(call)
-            calls.append((name, parses, json.dumps(arguments, sort_keys=True, default=str)))
+            parses, arguments = parsed_arguments(_function(call).get("arguments"))
+            calls.append((call_name(call), parses, json.dumps(arguments, sort_keys=True, default=str)))
             ids.append(call.get("id"))
         content = repr(message.get("content")) if text is None else text.strip()
         return cls(content, tuple(calls), tuple(map(str, ids)) if all(ids) else None)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from art_backends.errors import ArtError
+from art_backends.errors import ArtError, TemplateError
 from art_backends.proxy import continuation, control_tokens
 from art_backends.proxy.continuation import Match, RolloutIndex
 from art_backends.proxy.control_tokens import sanitize
@@ -51,6 +51,15 @@ class Prompt:
     broken_control_tokens: int = 0  # how many strings were broken up in messages and tools
 
 
+def _check_form(request: Mapping[str, Any]) -> None:
+    for name in ("messages", "tools"):
+        value = request.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise TemplateError(f"'{name}' must be a list of objects")
+    if not isinstance(request.get("chat_template_kwargs") or {}, Mapping):
+        raise TemplateError("'chat_template_kwargs' must be an object")
+
+
 class _DriftError(Exception):
     """The tokens of the call that is continued cannot be kept; the message says why."""
 
@@ -83,9 +92,19 @@ class Prefixer:
     async def prompt(self, request: Mapping[str, Any], earlier: Sequence[Call] | RolloutIndex = ()) -> Prompt:
         """The prompt of a request (body as the app sent it) of a rollout whose finished calls are ``earlier``.
 
-        Raises nothing for trouble with the template or the engine: the plain request is the answer then.
+        Raises nothing for trouble with the template or the engine: the plain request is the answer then. Raises
+        TemplateError for a request that cannot be examined: messages or tools that are no lists of objects, or that
+        nest too deeply. Such a request is to be refused (400).
         """
+        _check_form(request)
         index = earlier if isinstance(earlier, RolloutIndex) else RolloutIndex.of(earlier)
+        try:
+            match, plain = self._examine(request, index)
+        except RecursionError as error:
+            raise TemplateError("messages or tools nest too deeply") from error
+        return plain if match is None else await self._continue(match, plain, request, index)
+
+    def _examine(self, request: Mapping[str, Any], index: RolloutIndex) -> tuple[Match | None, Prompt]:
         raw = request.get("messages") or []
         messages, broken = sanitize(raw, self._special_tokens, own=index.own(raw))
         tools, broken_tools = control_tokens.sanitize_tools(request.get("tools"), self._special_tokens)
@@ -100,14 +119,13 @@ class Prefixer:
             tools=tools,
             broken_control_tokens=broken + broken_tools,
         )
-        match = index.match(request) if self._history == "exact" else None
-        return plain if match is None else await self._continue(match, plain, request, index)
+        return (index.match(request) if self._history == "exact" else None), plain
 
     async def _continue(self, match: Match, plain: Prompt, request: Mapping[str, Any], index: RolloutIndex) -> Prompt:
         """The exact prompt, or the plain one with the reason."""
         odd = [name for name, usual in _ORDINARY.items() if request.get(name, usual) not in (usual, None)]
         if odd:
-            return replace(plain, reason=f"{odd[0]} is set")
+            return replace(plain, drifted=True, reason=f"{odd[0]} is set: the prompt is not simply the messages")
         try:
             if not self._keep_reasoning and await self._reasons(match):
                 return replace(plain, reason="reasoning: the engine would misread a kept one")

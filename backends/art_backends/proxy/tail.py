@@ -149,7 +149,7 @@ class StandIn:
                     "id": call.get("id"),
                     "type": "function",
                     "function": {
-                        "name": (call.get("function") or {}).get("name"),
+                        "name": continuation.call_name(call),
                         "arguments": json.dumps({"marker": marker}),
                     },
                 }
@@ -241,7 +241,7 @@ class Tails:
         probed, probes = _probes(new)
         messages = stand_in.messages(markers(json.dumps(probed, default=str))[0], probed)
         kinds = [
-            [m.get("role"), sorted(m), [(c.get("function") or {}).get("name") for c in continuation.tool_calls(m)]]
+            [m.get("role"), sorted(m), [continuation.call_name(c) for c in continuation.tool_calls(m)]]
             for m in messages
         ]
         key = self._shown.key(kinds, setting.tools, setting.kwargs)
@@ -302,23 +302,30 @@ class Tails:
         """The tail without the part of the turn's closing that the model sampled itself."""
         if not sampled or not tail:
             return tail
-        first_is_control = self.vocabulary.is_control(tail[0], await self.decode([tail[0]]))
-        if first_is_control:
-            for length in range(min(_MAX_OVERLAP, len(sampled), len(tail)), 0, -1):
-                if list(sampled[-length:]) == tail[:length]:
-                    return tail[length:]
+        closing = await self._past_space(tail)
+        if not self.vocabulary.is_control(closing[0], await self.decode([closing[0]])):
+            return tail  # the turn is closed by ordinary text, which no model samples as its end
+        for length in range(min(_MAX_OVERLAP, len(sampled), len(closing)), 0, -1):
+            if list(sampled[-length:]) == closing[:length]:
+                return closing[length:]
         # The model may end its turn with another end-of-turn token than the template's: the turn is closed by one.
-        if sampled[-1] in self.vocabulary.eos_ids and tail[0] in await self._closers(setting):
-            return tail[1:]
+        if sampled[-1] in self.vocabulary.eos_ids and closing[0] in await self._closers(setting):
+            return closing[1:]
         return tail
+
+    async def _past_space(self, tail: list[int]) -> list[int]:
+        """The tail without the white space that some templates write before the end-of-turn token."""
+        skip = 0
+        while skip < min(_MAX_OVERLAP, len(tail) - 1) and (await self.decode([tail[skip]])).isspace():
+            skip += 1
+        return tail[skip:]
 
     async def _closers(self, setting: Setting) -> set[int]:
         """The tokens with which the template closes a turn; none where the next turn's opening does that (GLM)."""
-
         stand_in = StandIn((_USER,))
         try:
-            bare = await self.after(stand_in, (), setting, generate=False)
-            more = await self.after(stand_in, (_USER,), setting)
+            bare = await self._past_space(await self.after(stand_in, (), setting, generate=False))
+            more = await self._past_space(await self.after(stand_in, (_USER,), setting))
         except REFUSALS:
             return set()
         return {bare[0], *more[:1]} if bare else set()

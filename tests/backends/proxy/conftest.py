@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,11 @@ def templates_folder() -> Path | None:
 def template_engine() -> type[TemplateEngine]:
     """TemplateEngine(template source, eos tokens)."""
     return TemplateEngine
+
+
+@pytest.fixture(scope="session")
+def chatml_source() -> str:
+    return CHATML
 
 
 @pytest.fixture
