@@ -12,6 +12,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def write_json(path: Path, value: Any) -> None:
             os.fsync(file.fileno())
         temp.replace(path)
     except OSError as error:
-        temp.unlink(missing_ok=True)
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
