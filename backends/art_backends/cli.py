@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for chatty in ("httpx", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        return asyncio.run(options.run(options))
+        code: int = asyncio.run(options.run(options))
+        return code
     except ArtError as error:
         if getattr(options, "announce", False):
             _announce({"ready": False, "type": type(error).__name__, "message": str(error)})

@@ -1,0 +1,155 @@
+"""``python -m art_backends.worker``: the embedded engine and the trainer on one Unix socket.
+
+Writes one JSON line to standard output when it answers (``{"ready": true, …}``) or cannot start
+(``{"ready": false, "type": …, "message": …}``, exit code 3), and ends when its standard input does: a worker never
+outlives its server. It refuses to be started by hand without a socket, and it knows nothing of stores and tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import uvicorn
+from starlette.applications import Starlette
+
+from art_backends.engines.embedded.app import create_app
+from art_backends.engines.embedded.convert import gguf_to_safetensors
+from art_backends.engines.embedded.core import Engine
+from art_backends.engines.embedded.weights import load_base
+from art_backends.errors import ArtError, TemplateError
+from art_backends.models import resolve
+from art_backends.training.trainer import Trainer
+from art_backends.worker.jobs import Jobs
+
+log = logging.getLogger("art_backends.worker")
+
+
+def main() -> int:
+    """Serve until standard input ends; returns the exit code."""
+    options = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        app, said = _build(options)
+    except ArtError as error:
+        _announce({"ready": False, "type": type(error).__name__, "message": str(error)})
+        return 3
+    asyncio.run(_serve(app, options.uds, said))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m art_backends.worker")
+    parser.add_argument("--uds", required=True, type=Path, help="Unix socket to listen on")
+    parser.add_argument("--base-model", required=True, help="local folder, hub name or package:NAME==VERSION")
+    parser.add_argument("--name", required=True, help="name of the policy that is trained")
+    parser.add_argument("--versions", required=True, type=Path, help="folder of its adapter versions")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: all cores)")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--chat-template", type=Path)
+    return parser
+
+
+def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
+    """The app of engine and trainer, and what the ready line says of them."""
+    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    template = None
+    if options.chat_template is not None:
+        try:
+            template = options.chat_template.read_text()
+        except OSError as error:
+            raise TemplateError(f"chat template {options.chat_template}: cannot be read: {error.strerror}") from None
+    base = resolve(options.base_model, gguf_to_safetensors)
+    log.info("base model %s: %s, digest %s", options.base_model, base.source, base.digest)
+    model = load_base(base.path, dtype=getattr(torch, options.dtype), device=options.device)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base.path, local_files_only=True, trust_remote_code=False)
+    engine = Engine(model, max_model_len=options.max_model_len)
+    app = create_app(
+        engine,
+        tokenizer,
+        base_name=options.base_model,
+        chat_template=template,
+        vocab_size=model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]  # an nn.Embedding
+        eos_token_ids=_eos(model),
+        base_root=str(base.path),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+    trainer = Trainer(
+        base.path,
+        policy=options.name,
+        versions=options.versions,
+        dtype=options.dtype,
+        device=options.device,
+        base_digest=base.digest,
+    )
+    jobs = Jobs(trainer)
+    app.router.routes.extend(jobs.routes())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await jobs.close()
+            await engine.close()
+
+    app.router.lifespan_context = lifespan
+    return app, {"ready": True, "digest": base.digest, "max_model_len": engine.max_model_len}
+
+
+def _eos(model: transformers.PreTrainedModel) -> Iterator[int]:
+    settings = model.generation_config
+    ids = None if settings is None else settings.eos_token_id
+    yield from [ids] if isinstance(ids, int) else ids or []
+
+
+class _Server(uvicorn.Server):
+    """Says when it answers; signals are left to their defaults (standard input decides)."""
+
+    def __init__(self, config: uvicorn.Config, said: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._said = said
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        await super().startup(sockets)
+        _announce(self._said)
+
+
+async def _serve(app: Starlette, uds: Path, said: dict[str, Any]) -> None:
+    config = uvicorn.Config(app, uds=str(uds), access_log=False, log_config=None, timeout_graceful_shutdown=5)
+    server = _Server(config, said)
+    loop = asyncio.get_running_loop()
+
+    def watch_input() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+
+    threading.Thread(target=watch_input, name="parent", daemon=True).start()
+    await server.serve()
+
+
+def _announce(said: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
