@@ -158,7 +158,12 @@ class Trainer:
     def _verdict(self, request: StepRequest, measured: Measured) -> str | None:
         """Why the step must be undone, or None."""
         if not measured.finite:
-            count = guard.add(self._folder, self._policy, request.step)
+            try:
+                count = guard.add(self._folder, self._policy, request.step)
+            except OSError as error:
+                raise TrainingError(
+                    f"step {request.step} was not finite, and that could not be recorded in {self._folder}: {error}"
+                ) from error
             log.warning("step %d: loss or gradient not finite, skipped (%d in a row)", request.step, count)
             if count >= guard.LIMIT:
                 raise NonFiniteError(

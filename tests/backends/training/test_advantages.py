@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from art_backends.training.advantages import group_advantages, plan
 from art_backends.training.sequences import build
+
 from tests.backends.training.conftest import make_call, make_group
 
 

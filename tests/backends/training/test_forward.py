@@ -7,7 +7,6 @@ from art_backends.training import adapters
 from art_backends.training.forward import Forward
 from art_backends.training.packing import plain_packs, tree_packs
 from art_backends.training.sequences import build
-from tests.backends.training.conftest import TARGETS, make_call, make_group, plain_logprobs, rich_batch, tiny_config
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -21,6 +20,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tests.backends.training.conftest import TARGETS, make_call, make_group, plain_logprobs, rich_batch, tiny_config
 
 SMALL = {
     "vocab_size": 61,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from art_backends.training.packing import Pack, plain_packs, tree_packs
 from art_backends.training.sequences import build, distinct_tokens
+
 from tests.backends.training.conftest import make_call, make_group, rich_batch
 
 

@@ -7,6 +7,7 @@ import pytest
 from art_backends.errors import TrainingError
 from art_backends.training.sequences import branches, build, distinct_tokens, exclusion, follows
 from art_backends.trajectories import CallStatus, CaptureLevel, Sampling
+
 from tests.backends.training.conftest import make_call, make_group, rich_batch
 
 
