@@ -1,0 +1,231 @@
+"""Rows S1-S5, S7, S9: who may call what, decided on the raw path and the token alone."""
+
+import asyncio
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from art_backends.server.auth import HostRules, is_loopback
+from art_backends.trajectories import CallStatus
+
+CONTROL = ["/control/v1/status", "/control/v1/rollouts", "/control/v1/steps?policy=policy", "/control/v1/steps/1"]
+UPSTREAM_ONLY = [
+    "/pause",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/invocations",
+    "/tokenize",
+    "/detokenize",
+    "/metrics.json",
+    "/train",
+    "/v1/embeddings",
+    "/v1",
+    "/v1/",
+    "/",
+    "/docs",
+    "/openapi.json",
+    "/v1/chat/completions/",
+    "/v1/chat/completions/../../control/v1/status",
+    "//control/v1/status",
+    "/CONTROL/v1/status",
+    "/r/short/v1/models",
+]
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def raw(server: Any, lines: str) -> tuple[int, str]:
+    """Send bytes as they are; returns status and everything that came back until the connection closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    writer.write(lines.replace("\n", "\r\n").encode())
+    await writer.drain()
+    async with asyncio.timeout(20):
+        answer = (await reader.read(65536)).decode()
+    writer.close()
+    return int(answer.split(" ", 2)[1]), answer
+
+
+async def test_the_matrix_of_tokens_and_routes(start: Any) -> None:
+    async with start() as server:
+        rollout = await server.open()
+        bearers = {"admin": server.admin, "agent": server.agent, "rollout": rollout.token}
+        wrong = []
+
+        async def expect(status: int, method: str, path: str, bearer: str | None, **more: Any) -> None:
+            headers = {} if bearer is None else {"authorization": bearer}
+            reply = await server.http.request(method, path, headers=headers | more.pop("headers", {}), **more)
+            if reply.status_code != status:
+                wrong.append((method, path, bearer and bearer[:12], status, reply.status_code))
+            if reply.status_code >= 400:
+                assert set(reply.json()["error"]) >= {"code", "message"}, path
+
+        for path in CONTROL:
+            for kind, token in bearers.items():
+                ok = 400 if path.endswith("steps/1") else 200  # no policy given
+                await expect(ok if kind == "admin" else 403, "GET", path, f"Bearer {token}")
+            for bearer in (None, "", "Bearer", "Bearer nonsense", f"Basic {server.admin}", server.admin):
+                await expect(401, "GET", path, bearer)
+            await expect(401, "GET", path, f"Bearer {server.admin[:-1]}")
+        for token in bearers.values():
+            await expect(200, "GET", "/v1/models", f"Bearer {token}")
+            await expect(200, "GET", "/v1/models", f"bearer   {token}")
+            await expect(200, "POST", "/v1/chat/completions", f"Bearer {token}", json=CHAT)
+            await expect(200, "POST", f"/r/{token}/v1/chat/completions", None, json=CHAT)
+            for path in UPSTREAM_ONLY:
+                await expect(404, "GET", path, f"Bearer {token}")
+                await expect(404, "POST", path, f"Bearer {token}", json={})
+        await expect(401, "POST", "/v1/chat/completions", None, json=CHAT)
+        await expect(401, "POST", f"/r/{'x' * 40}/v1/chat/completions", f"Bearer {server.agent}", json=CHAT)
+        # a token in the path never opens the control API
+        await expect(404, "GET", f"/r/{server.admin}/control/v1/status", f"Bearer {server.admin}")
+        await expect(405, "GET", "/v1/chat/completions", f"Bearer {server.agent}")
+        await expect(200, "GET", "/health", None)
+        assert not wrong, wrong
+
+
+async def test_host_and_origin(start: Any) -> None:
+    async with start() as server:
+        port = server.url.rsplit(":", 1)[1]
+        bearer = {"authorization": f"Bearer {server.admin}"}
+        allowed = [f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}"]
+        refused = [
+            "evil.com",
+            "127.0.0.1.evil.com",
+            "a/b?c#d",
+            "localhost@evil.com",
+            "",
+            "localhost:99999999",
+            "0x7f.1",
+        ]
+        refused += ["127.0.0.1/control/v1/status?x=", "localhost evil.com"]
+        for path in ("/control/v1/status", "/v1/models", "/health"):
+            for host in allowed:
+                assert (await server.http.get(path, headers={**bearer, "host": host})).status_code == 200, host
+            for host in refused:
+                assert (await server.http.get(path, headers={**bearer, "host": host})).status_code == 421, host
+            for origin in (f"http://localhost:{port}", "http://127.0.0.1:3000"):
+                assert (await server.http.get(path, headers={**bearer, "origin": origin})).status_code == 200, origin
+            for origin in (
+                "http://evil.com",
+                "null",
+                "https://localhost.evil.com",
+                "http://localhost@evil.com",
+                "file://",
+            ):
+                assert (await server.http.get(path, headers={**bearer, "origin": origin})).status_code == 403, origin
+
+
+async def test_the_token_decides_the_rollout(start: Any) -> None:
+    async with start() as server:
+        mine, other = await server.open(), await server.open()
+
+        async def status(token: str, *, path: str = "", **headers: str) -> int:
+            url = f"{path}/v1/chat/completions"
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            sent = {"authorization": f"Bearer {token}", **headers}
+            reply: httpx.Response = await server.http.post(url, json=CHAT, headers=sent)
+            return reply.status_code
+
+        assert await status(mine.token, x_art_rollout_id=mine.id) == 200
+        assert await status(mine.token, x_art_rollout_id=other.id) == 400
+        assert await status(server.agent, x_art_rollout_id=mine.id) == 400
+        assert await status(other.token, path=f"/r/{mine.token}") == 400
+        assert await status(server.agent, path=f"/r/{mine.token}") == 400
+        assert await status(mine.token, path=f"/r/{mine.token}") == 200
+        assert await status("sk-the-app-s-own-key", path=f"/r/{mine.token}") == 200
+        assert len((await server.client.rollout(mine.id)).calls) == 3
+        assert (await server.client.rollout(other.id)).calls == []
+
+
+async def test_a_token_after_its_rollout_closed_is_served_and_not_attributed(start: Any) -> None:
+    async with start() as server:
+        await server.client.train_step(1, server.config, rollout_ids=await server.collect(1), deadline=60)
+        rollout = await server.open(version=0)
+        await server.chat(rollout.token)
+        await server.client.close_rollout(rollout.id, reward=1.0)
+        reply = await server.chat(rollout.token, "late")
+        assert reply.json()["choices"][0]["message"]["content"] == "policy@1 says late", "the newest answers"
+        stored = await server.client.rollout(rollout.id)
+        assert [call.status for call in stored.calls] == [CallStatus.OK]
+        assert (await server.client.status())["proxy"]["late"] == 1
+
+
+async def test_a_client_cannot_choose_the_upstream(start: Any) -> None:
+    async with start() as server:
+        port = server.url.rsplit(":", 1)[1]
+        more = {"api_base": "http://evil.com", "base_url": "http://evil.com", "api_key": "x"}
+        headers = {"authorization": f"Bearer {server.agent}", "x-base-url": "http://evil.com", "forwarded": "host=evil"}
+        reply = await server.http.post("/v1/chat/completions", json={**CHAT, **more}, headers=headers)
+        assert reply.status_code in (200, 400)
+        status, _ = await raw(
+            server,
+            f"GET http://evil.com/v1/models HTTP/1.1\nHost: 127.0.0.1:{port}\n"
+            f"Authorization: Bearer {server.agent}\nConnection: close\n\n",
+        )
+        assert status in (200, 400, 404), "whatever it is, it is ours"
+
+
+FRAMINGS = [
+    "Content-Length: 4\nTransfer-Encoding: chunked\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n",
+    "Transfer-Encoding: chunked\nContent-Length: 4\n\n0\n\n",
+    "Content-Length: 4\nContent-Length: 5\n\nabcd",
+    "Content-Length: -1\n\nabcd",
+    "Content-Length: +4\n\nabcd",
+    "Transfer-Encoding: chunked\nTransfer-Encoding: identity\n\n0\n\n",
+    "Transfer-Encoding: xchunked\n\n0\n\n",
+    "Content-Length : 4\n\nabcd",
+    "Host: evil.com\nContent-Length: 2\n\n{}",
+    "Authorization: Bearer other\nContent-Length: 2\n\n{}",
+]
+
+
+async def test_smuggled_requests_are_refused(start: Any) -> None:
+    async with start() as server:
+        for framing in FRAMINGS:
+            status, answer = await raw(
+                server,
+                "POST /control/v1/rollouts HTTP/1.1\nHost: localhost\nConnection: close\n"
+                f"Authorization: Bearer {server.admin}\n{framing}",
+            )
+            assert status == 400, (framing, answer)
+            assert answer.count("HTTP/1.1") == 1, f"a second request was read out of {framing!r}"
+
+
+async def test_no_token_reaches_the_logs(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with start() as server:
+        rollout = await server.open()
+        secrets = [server.admin, server.agent, rollout.token]
+        for path in (f"/r/{rollout.token}/v1/chat/completions", f"/r/{rollout.token}/v1/nowhere"):
+            await server.http.post(path, json=CHAT)
+            await server.http.post(path, content=b"no json")
+        await server.http.get("/control/v1/rollouts/nobody", headers={"authorization": f"Bearer {server.admin}"})
+        await server.client.close_rollout(rollout.id, reward=1.0)
+        files = [path for path in server.folder.rglob("*") if path.is_file() and path.suffix != ".token"]
+        written = b"".join(path.read_bytes() for path in files)
+    ours = "\n".join(
+        record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))
+    )
+    for secret in secrets:
+        assert secret.encode() not in written
+        assert secret not in ours
+
+
+def test_host_rules() -> None:
+    anywhere = HostRules("0.0.0.0")
+    assert all(anywhere.allows(host) for host in ("192.168.1.5:80", "localhost", "[fe80::1]:8787"))
+    assert not any(anywhere.allows(host) for host in ("evil.com", "192.168.1.5.evil.com", "1.2.3"))
+    named = HostRules("gpu-box")
+    assert named.allows("GPU-BOX:8787")
+    assert not named.allows("192.168.1.5")
+    assert [
+        host
+        for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0", "::", "10.0.0.1", "box", "")
+        if is_loopback(host)
+    ] == [
+        "127.0.0.1",
+        "127.8.8.8",
+        "::1",
+        "localhost",
+    ]
