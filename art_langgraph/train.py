@@ -27,8 +27,10 @@ from art_backends.scenarios import Scenario, load, split
 from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
-from art_langgraph import hook
 from art_langgraph.graphs import MakeInput, graph_warnings, load_graph, run_graph
+from art_langgraph.hook import cache_warning
+from art_langgraph.hook import install as install_hook
+from art_langgraph.hook import uninstall as uninstall_hook
 
 Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
 
@@ -67,12 +69,12 @@ async def atrain(
         return await run_graph(loaded, scenario, to_input=to_input)
 
     async with loaded:
-        for warning in filter(None, [*graph_warnings(loaded), hook.cache_warning()]):
+        for warning in filter(None, [*graph_warnings(loaded), cache_warning()]):
             shown.warn(warning)
         shown.note(f"starting the server on {made.folder}")
         async with LocalBackend(made) as backend:
             capture.install()
-            hook.install()
+            install_hook()
             try:
                 return await run(
                     client=backend.client,
@@ -86,7 +88,7 @@ async def atrain(
                     sinks=list(sinks),
                 )
             finally:
-                hook.uninstall()
+                uninstall_hook()
                 capture.uninstall()
 
 

@@ -1,0 +1,154 @@
+"""The command line: options, words, exit codes. The run itself is taken over where no server is wanted."""
+
+import subprocess
+import sys
+
+import pytest
+from art_backends.report import Report
+
+from art_langgraph import cli
+from art_langgraph.cli import load_function, main
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch):
+    """A folder with an app, as a user has it; the current directory."""
+    (tmp_path / "cli_app.py").write_text("class Graph:\n    async def ainvoke(self, value, config=None): ...\n")
+    (tmp_path / "cli_broken.py").write_text("import json\njson.loads('{')\n")
+    (tmp_path / "cli_needs.py").write_text("import a_module_that_is_missing\n")
+    (tmp_path / "cli_rewards.py").write_text("def score(run):\n    return 1.0\n\nNUMBER = 5\n")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "one"}\n{"question": "two"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"question": "one"}\n{"question": \n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+BASE = ["train", "cli_app:Graph", "--scenarios", "tasks.jsonl", "--reward", "cli_rewards:score"]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What train was called with."""
+    calls = []
+
+    def train(graph, **settings):
+        calls.append((graph, settings))
+        return Report("policy", "base", version="policy@2", base_success=0.1, trained_success=0.9, held_out=9)
+
+    monkeypatch.setattr(cli, "train", train)
+    return calls
+
+
+def test_every_setting_is_an_option(app, taken, capsys):
+    (app / "art.toml").write_text("steps = 9\nrank = 4\n")
+    options = [
+        *BASE,
+        "--held-out",
+        "0.25",
+        "--config",
+        "art.toml",
+        "--steps",
+        "3",
+        "--target-modules",
+        "q_proj",
+        "--seed",
+    ]
+    assert main([*options, "7", "--no-scale-rewards", "--to-input", "cli_rewards:score"]) == 0
+    ((graph, settings),) = taken
+    config = settings["config"]
+    assert (config.steps, config.rank, config.seed, config.target_modules) == (3, 4, 7, ["q_proj"])
+    assert graph == "cli_app:Graph"
+    assert settings["held_out"] == 0.25
+    assert settings["reward"] is settings["to_input"]
+    said = capsys.readouterr().out
+    assert "0.100 before, 0.900 after" in said
+    assert "art-backends serve --folder" in said
+
+
+def test_held_out_may_be_a_file(app, taken):
+    assert main([*BASE, "--held-out", "held_out.jsonl"]) == 0
+    assert taken[0][1]["held_out"] == "held_out.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({2: "--scenarios", 3: "bad.jsonl"}, "art-langgraph: bad.jsonl, line 2: not valid JSON"),
+        ({3: "nothing.jsonl"}, "nothing.jsonl: cannot be read"),
+        ({5: "cli_rewards"}, "--reward cli_rewards: give module:function"),
+        ({5: "cli_rewards:scores"}, "--reward cli_rewards:scores: cli_rewards has no 'scores'"),
+        ({5: "cli_rewards:NUMBER"}, "this is a int, not a function"),
+        ({5: "no_rewards:score"}, "there is no module 'no_rewards'"),
+        ({5: "no_rewards.py:score"}, "there is no file"),
+        ({1: "no_such_app:graph"}, "no module 'no_such_app'"),
+        ({1: "cli_rewards:NUMBER"}, "not a graph"),
+    ],
+)
+def test_what_is_wrong_is_one_clear_line_and_code_2(app, capsys, changes, words):
+    arguments = [changes.get(index, value) for index, value in enumerate(BASE)]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("art-langgraph: ")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "module"), [(1, "cli_broken:graph"), (5, "cli_broken:score"), (5, "cli_needs:score")]
+)
+def test_an_error_in_the_app_comes_with_its_own_traceback(app, capsys, option, module):
+    arguments = [module if index == option else value for index, value in enumerate(BASE)]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    name = module.partition(":")[0]
+    assert f'{name}.py", line' in said
+    assert "JSONDecodeError" in said or "No module named 'a_module_that_is_missing'" in said
+    assert "art_langgraph/" not in said
+    assert "importlib" not in said
+
+
+def test_ctrl_c_is_130(app, monkeypatch, capsys):
+    def train(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "train", train)
+    assert main(BASE) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], [*BASE, "--steps"], [*BASE, "--no-such-option", "1"]])
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "usage: art-langgraph" in capsys.readouterr().err
+
+
+def test_a_wrong_value_is_named(app, capsys):
+    assert main([*BASE, "--steps", "many"]) == 2
+    assert "command line: steps:" in capsys.readouterr().err
+
+
+def test_functions_by_file_and_by_dotted_name(app):
+    assert load_function("cli_rewards.py:score", "--reward")(None) == 1.0
+    assert load_function("json:decoder.JSONDecoder", "--reward")
+
+
+def test_the_process_ends_even_if_a_thread_of_the_app_hangs(app):
+    code = """
+import sys, threading
+sys.path[:0] = PATH
+from art_langgraph import cli
+def train(*_, **__):
+    threading.Thread(target=threading.Event().wait).start()
+    raise KeyboardInterrupt
+cli.train = train
+cli._LINGER = 0.1
+sys.argv[1:] = ["train", "cli_app:Graph", "--scenarios", "tasks.jsonl", "--reward", "cli_rewards:score"]
+sys.exit(cli.main())
+""".replace("PATH", repr(sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60, cwd=app
+    )
+    assert done.returncode == 130, done.stderr
