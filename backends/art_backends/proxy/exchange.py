@@ -183,6 +183,9 @@ class Exchange(Response):
                     services.counters.cancelled += 1
                     await asyncio.shield(self._finish(CallStatus.CANCELLED))
                 raise
+            except Exception as error:  # boundary: whatever goes wrong in here, the call gets an outcome
+                log.exception("a call failed in the proxy")
+                await self._fail(send, 500, f"the proxy failed: {type(error).__name__}", "internal_error")
             finally:
                 if self._recording is not None:
                     services.recorder.end(self._recording)
@@ -304,8 +307,8 @@ class Exchange(Response):
                     held = []
                     continue
                 self._observe(data)
-                last = _last(data, ended)
                 chunk = _strip(self._dialect.chunk, data, self._asked)
+                last = _last(data, ended)
                 if chunk is not None:
                     (held if last else out).append(sse.encode(orjson.dumps(chunk), event.name))
             if out:
