@@ -4,7 +4,7 @@ Registered once for the process, it reaches graphs and models that were built lo
 app. It sets ContextVars of ``art_backends.capture`` in the very context in which the model call is then made:
 
 - the node (``langgraph_node``, step, checkpoint namespace, task) when a node's run starts, LangChain's run id when a
-  chat model starts; what was there before comes back when that run ends;
+  chat model starts; when that run ends, what was there before counts again;
 - the scope, where a run's metadata names its rollout (``{"metadata": {"art_rollout": id}}``): that tells the inputs
   of one ``batch`` apart, and repairs contexts that lost the scope on the way.
 
@@ -25,7 +25,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from art_backends.capture.scope import NODE, SCOPE, NodeContext, Scope, find_scope
+from art_backends.capture.scope import (
+    Binding,
+    NodeContext,
+    bind_node,
+    bind_scope,
+    current_node,
+    current_scope,
+    find_scope,
+)
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.globals import get_llm_cache
 from langchain_core.tracers.context import register_configure_hook
@@ -38,12 +46,10 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 @dataclass
 class _Run:
-    """What a run set, and what was there before."""
+    """What a run set."""
 
-    scope: Scope | None
-    previous_scope: Scope | None
+    binding: Binding | None
     node: NodeContext | None
-    previous_node: NodeContext | None
     model: str = ""  # class of the chat model, for runs of one
 
 
@@ -56,7 +62,7 @@ def _guarded(method: _Method) -> _Method:
             method(self, *args, **kwargs)
         except Exception as error:  # boundary: a callback of ours never disturbs the agent  # noqa: BLE001
             self.errors += 1
-            scope = SCOPE.get()
+            scope = current_scope()
             if scope is not None:
                 scope.count("hook_errors", f"{type(error).__name__}: {error}")
 
@@ -125,7 +131,7 @@ class CaptureHook(BaseCallbackHandler):
 
     @_guarded
     def on_llm_end(self, response: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        scope = SCOPE.get()
+        scope = current_scope()
         run = self._leave(run_id)
         if run is not None and run.model and run.node is not None and not run.node.requests and scope is not None:
             scope.count("no_request", run.model)
@@ -163,38 +169,34 @@ class CaptureHook(BaseCallbackHandler):
         self, run_id: UUID, metadata: dict[str, Any] | None, *, model: str = "", model_run: bool = False
     ) -> None:
         metadata = metadata or {}
-        previous_scope, previous_node = SCOPE.get(), NODE.get()
+        scope, node = current_scope(), current_node()
         named = find_scope(metadata[ROLLOUT_KEY]) if ROLLOUT_KEY in metadata else None
-        scope = named if named is not None and named is not previous_scope else None
-        if scope is None and previous_scope is None:
+        if named is not None and named is not scope and not (named.ended and scope is not None and not scope.ended):
+            scope = named  # (but a rollout that is over must not claim the code of one that runs)
+        else:
+            named = None
+        if scope is None:
             return  # no rollout's code: nothing of ours to say
-        # Metadata is inherited far: a rollout that is over must not claim the code of one that runs.
-        if scope is not None and scope.ended and previous_scope is not None and not previous_scope.ended:
-            scope = None
-        node = _node(metadata, run_id if model_run else None)
-        if node is not None and not model_run and previous_node is not None and _same(node, previous_node):
-            node = None
-        if scope is None and node is None:
+        told = _node(metadata, run_id if model_run else None)
+        if told is not None and not model_run and node is not None and _same(told, node):
+            told = None
+        if named is None and told is None:
             return
+        binding = None if named is None else bind_scope(named)
+        if told is not None:
+            bind_node(told)
         with self._lock:
             while len(self._runs) >= _MOST_RUNS:
                 self._runs.pop(next(iter(self._runs)))
-            self._runs[run_id] = _Run(scope, previous_scope, node, previous_node, model)
-        if scope is not None:
-            SCOPE.set(scope)
-        if node is not None:
-            NODE.set(node)
+            self._runs[run_id] = _Run(binding, told, model)
 
     def _leave(self, run_id: UUID) -> _Run | None:
         with self._lock:
             run = self._runs.pop(run_id, None)
-        if run is None:
-            return None
-        # Only what still stands as this run left it: its end may be told in another context than its start.
-        if run.node is not None and NODE.get() is run.node:
-            NODE.set(run.previous_node)
-        if run.scope is not None and SCOPE.get() is run.scope:
-            SCOPE.set(run.previous_scope)
+        if run is not None and run.node is not None:
+            run.node.done = True
+        if run is not None and run.binding is not None:
+            run.binding.done = True
         return run
 
 

@@ -25,7 +25,7 @@ from openai._base_client import AsyncAPIClient, SyncAPIClient
 
 from art_backends.capture.clients import Clients, library_of
 from art_backends.capture.patches import PatchSet
-from art_backends.capture.scope import NODE, SCOPE, NodeContext, Scope, count_outside
+from art_backends.capture.scope import NodeContext, Scope, count_outside, current_node, current_scope
 
 CLIENTS = Clients()
 
@@ -104,7 +104,7 @@ def rewrite(scope: Scope, request: Any, body: bytes) -> Any | None:
     routed = library_of(request).Request(
         request.method,
         url,
-        headers=headers_for(scope, NODE.get(), request.headers),
+        headers=headers_for(scope, current_node(), request.headers),
         content=body if request.method == "POST" else None,
         extensions=extensions,
     )
@@ -122,7 +122,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 def _entered() -> Scope | None:
     """The scope to route for, its node told of the request."""
-    scope, node = SCOPE.get(), NODE.get()
+    scope, node = current_scope(), current_node()
     if scope is not None and node is not None:
         node.requests += 1
     return scope
@@ -157,7 +157,7 @@ async def _route_async(request: Any) -> tuple[Any, Any] | None:
 
 def _first_sight(request: Any) -> bool:
     """Whether to decide about this request here: the outer class's method calls the inner one's, both are patched."""
-    if SCOPE.get() is None or _SEEN in request.extensions:
+    if current_scope() is None or _SEEN in request.extensions:
         return False
     request.extensions[_SEEN] = True
     return True
@@ -166,7 +166,7 @@ def _first_sight(request: Any) -> bool:
 def _send_sync(original: Callable[..., Any], inner: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def _send_request(self: Any, request: Any, *, stream: bool, **kwargs: Any) -> Any:
-        if inner and SCOPE.get() is None:
+        if inner and current_scope() is None:
             count_outside()
         if _first_sight(request) and (route := _route_sync(request)) is not None:
             client, routed = route
@@ -179,7 +179,7 @@ def _send_sync(original: Callable[..., Any], inner: bool) -> Callable[..., Any]:
 def _send_async(original: Callable[..., Awaitable[Any]], inner: bool) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(original)
     async def _send_request(self: Any, request: Any, *, stream: bool, **kwargs: Any) -> Any:
-        if inner and SCOPE.get() is None:
+        if inner and current_scope() is None:
             count_outside()
         if _first_sight(request) and (route := await _route_async(request)) is not None:
             client, routed = route
@@ -221,7 +221,7 @@ def _request(stand_in: type[_StandIn]) -> Callable[[Callable[..., Any]], Callabl
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def request(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if SCOPE.get() is None:
+            if current_scope() is None:
                 count_outside()
                 return original(self, *args, **kwargs)
             client = copy.copy(self)

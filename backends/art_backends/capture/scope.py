@@ -4,6 +4,10 @@ A scope is opened with its rollout's secret token and ends with the rollout. Cod
 still carries it, but ended: its calls are served by the proxy and belong to no rollout. That is why an ended scope is
 kept and marked rather than forgotten: forgetting it would send a straggler's request to the app's own provider.
 
+A framework's callbacks cannot undo what they set: the one that tells a run's end may be called in another context than
+the one that told its start (LangChain shields the asynchronous ones in a task of their own). So what a run sets is an
+object that is marked when the run is over, and readers step over marked ones.
+
 It refuses to know HTTP, the SDK or any framework: the route and the hooks read and set what is here.
 """
 
@@ -23,7 +27,7 @@ class NodeContext:
     """Where in the agent's program the running code is. Each field is what the framework said, or None.
 
     ``requests`` counts the SDK requests made while this was the current node (routed or not); a model call that ends
-    with 0 was answered by a cache, or by a client that is not the openai SDK.
+    with 0 was answered by a cache, or by a client that is not the openai SDK. When ``done``, ``parent`` counts.
     """
 
     name: str | None = None
@@ -32,6 +36,8 @@ class NodeContext:
     task_id: str | None = None
     run_id: str | None = None
     requests: int = 0
+    parent: NodeContext | None = None
+    done: bool = False
 
 
 class Scope:
@@ -93,6 +99,19 @@ class Scope:
             return told
 
 
+@dataclass(eq=False)
+class Binding:
+    """A scope that a framework's run set for its length; when ``done``, ``parent`` (what counted before) counts.
+
+    Code that the run started and that outlives it is then back at ``parent`` as well: it cannot be told from the
+    run's caller, who carries the same binding.
+    """
+
+    scope: Scope
+    parent: Scope | Binding | None
+    done: bool = False
+
+
 @dataclass
 class _Registry:
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -103,17 +122,43 @@ class _Registry:
 
 _REGISTRY = _Registry()
 
-SCOPE: ContextVar[Scope | None] = ContextVar("art_scope", default=None)
+# Set through the functions below only, and read through current_scope and current_node.
+SCOPE: ContextVar[Scope | Binding | None] = ContextVar("art_scope", default=None)
 NODE: ContextVar[NodeContext | None] = ContextVar("art_node", default=None)
 
 
 def current_scope() -> Scope | None:
     """The scope that the running code carries: open, ended, or None."""
-    return SCOPE.get()
+    found = _standing()
+    return found.scope if isinstance(found, Binding) else found
 
 
 def current_node() -> NodeContext | None:
-    return NODE.get()
+    """The node that the running code belongs to, as far as a framework has told."""
+    node = NODE.get()
+    while node is not None and node.done:
+        node = node.parent
+    return node
+
+
+def bind_scope(scope: Scope) -> Binding:
+    """Let a scope count from here on, until the returned binding is marked ``done``."""
+    binding = Binding(scope, _standing())
+    SCOPE.set(binding)
+    return binding
+
+
+def bind_node(node: NodeContext) -> None:
+    """Let a node count from here on, until it is marked ``done``."""
+    node.parent = current_node()
+    NODE.set(node)
+
+
+def _standing() -> Scope | Binding | None:
+    found = SCOPE.get()
+    while isinstance(found, Binding) and found.done:
+        found = found.parent
+    return found
 
 
 def find_scope(rollout_id: str) -> Scope | None:
@@ -148,7 +193,7 @@ def rollout_scope(base_url: str, token: str, rollout_id: str, models: Iterable[s
     finally:
         scope.end()
         # Not reset(token): a generator-based caller may leave in another context than it entered.
-        if SCOPE.get() is scope:
+        if _standing() is scope:
             SCOPE.set(previous)
             NODE.set(previous_node)
 

@@ -22,7 +22,7 @@ from multiprocessing.pool import Pool, ThreadPool
 from typing import Any
 
 from art_backends.capture.patches import PatchSet
-from art_backends.capture.scope import SCOPE
+from art_backends.capture.scope import SCOPE, current_scope
 
 
 def _without_scope(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def _thread_start(original: Callable[[threading.Thread], None]) -> Callable[[thr
     @functools.wraps(original)
     def start(self: threading.Thread) -> None:
         # A thread that was started before is left alone: the original explains what is wrong.
-        if SCOPE.get() is None or self.ident is not None:
+        if current_scope() is None or self.ident is not None:
             original(self)
             return
         context = contextvars.copy_context()
@@ -61,7 +61,7 @@ def _thread_start(original: Callable[[threading.Thread], None]) -> Callable[[thr
 def _submit(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
     @functools.wraps(original)
     def submit(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if SCOPE.get() is None:
+        if current_scope() is None:
             return original(self, fn, *args, **kwargs)
         carried = functools.partial(contextvars.copy_context().run, fn)
         future: Future[Any] = _without_scope(original, self, carried, *args, **kwargs)
@@ -84,7 +84,7 @@ class _Carried:
 def _pool_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Pool, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if SCOPE.get() is None or not isinstance(self, ThreadPool):
+        if current_scope() is None or not isinstance(self, ThreadPool):
             return original(self, func, *args, **kwargs)
         return original(self, _Carried(func), *args, **kwargs)
 
