@@ -6,13 +6,12 @@ It refuses to hold logic: routes are ``control``'s and the proxy's, admission is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from art_backends.proxy.app import Proxy
@@ -40,8 +39,8 @@ def build(services: Services, proxy: Proxy, hosts: HostRules, *, engine_up: Call
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    router = Router(
-        [
+    application = Starlette(
+        routes=[
             Route("/health", health, methods=["GET"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -49,25 +48,14 @@ def build(services: Services, proxy: Proxy, hosts: HostRules, *, engine_up: Call
             Route("/v1/models/{model}", models, methods=["GET"]),
             *Control(services).routes(),
         ],
-        redirect_slashes=False,
-        default=_not_found,
-        middleware=[Middleware(_Methods)],
+        exception_handlers={HTTPException: _refused},
     )
-    return Guard(router, services.sessions, hosts)
+    application.router.redirect_slashes = False
+    return Guard(application, services.sessions, hosts)
 
 
-async def _not_found(scope: Any, receive: Any, send: Any) -> None:
-    await error(404, "not_found", "there is no such route here")(scope, receive, send)
-
-
-class _Methods:
-    """A wrong method in the one error envelope."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await self._app(scope, receive, send)
-        except HTTPException as problem:
-            await error(problem.status_code, "method_not_allowed", str(problem.detail))(scope, receive, send)
+async def _refused(_: Request, problem: Exception) -> Response:
+    """What the router refuses (no such route, wrong method), in the one error envelope."""
+    assert isinstance(problem, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(problem.status_code, "error")
+    return error(problem.status_code, code, problem.detail, dict(problem.headers or {}))
