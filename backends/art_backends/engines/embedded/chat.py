@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from art_backends.engines.embedded.answers import Piece, run_rows
 from art_backends.engines.embedded.protocol import ChatBody, SamplingBody
 from art_backends.engines.embedded.requests import Token
-from art_backends.engines.embedded.answers import Piece, run_rows
 from art_backends.engines.embedded.service import Service
 from art_backends.engines.embedded.text import Vocabulary
 from art_backends.engines.embedded.tools import ToolCall

@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from art_backends.engines.embedded.answers import Piece, run_rows
 from art_backends.engines.embedded.chat import FLOOR, head, token_name, usage
 from art_backends.engines.embedded.protocol import ApiError, CompletionBody
 from art_backends.engines.embedded.requests import Token
-from art_backends.engines.embedded.answers import Piece, run_rows
 from art_backends.engines.embedded.service import Service
 
 

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from art_backends.engines.embedded.answers import Answer
 from art_backends.engines.embedded.protocol import ApiError, ChatBody, SamplingBody, TemplateBody
 from art_backends.engines.embedded.render import ChatTemplate
 from art_backends.engines.embedded.requests import Generation
-from art_backends.engines.embedded.answers import Answer
 from art_backends.engines.embedded.structured import Grammars
 from art_backends.engines.embedded.text import Vocabulary
 from art_backends.engines.embedded.tools import HermesParser
