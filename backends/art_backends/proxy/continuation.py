@@ -6,25 +6,29 @@ Messages are compared by meaning: an absent, null or empty content is the same, 
 order, tool-call arguments are compared parsed, tool-call ids by their place in the conversation (a client may make up
 new ones each time), and an assistant message may gain or lose ``refusal``, ``annotations``, ``reasoning_content``, ….
 
-Messages are hashed in a chain, so that one pass over the request finds all calls it could continue; nothing is
-compared message by message with every earlier call. No tokens are looked at here, and nothing is guessed: what does
-not match is no continuation.
+Messages are hashed in a chain, so that one pass over the request finds all calls it could continue; what a request
+shares with a recent one of the rollout is not even hashed again. No tokens are looked at here, and nothing is guessed:
+what does not match is no continuation.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from art_backends.trajectories import Call, CallStatus, Choice
 
 Message = Mapping[str, Any]
 
+_RECENT = 8  # requests of a rollout whose digests are kept at hand: as many branches as usually run side by side
 # What a chat template sees beside messages and tools, as vLLM passes it on.
-_TEMPLATE_FIELDS = ("chat_template", "documents", "reasoning_effort")
+_TEMPLATE_FIELDS = ("documents", "reasoning_effort")
+# Kinds of content parts that are text, and where it stands.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def _canonical(value: Any) -> Any:
@@ -53,14 +57,13 @@ def content_text(content: Any) -> str | None:
         return None
     texts = []
     for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str) or (isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS):
+        text = part
+        if isinstance(part, Mapping):
+            text = part.get(_TEXT_PARTS.get(str(part.get("type", "text")), ""))
+        if not isinstance(text, str):
             return None
         texts.append(text)
     return "".join(texts)
-
-
-_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def parsed_arguments(arguments: Any) -> tuple[bool, Any]:
@@ -147,15 +150,14 @@ class _Ids:
         return self._places.get(str(call_id), str(call_id)) if call_id is not None else None
 
     def learn(self, message: Message) -> None:
-        for call in tool_calls(message):
+        for call in tool_calls(message) if message.get("role") == "assistant" else ():
             if call.get("id") is not None:
                 self._places[str(call["id"])] = len(self._places)
 
 
-def _message_parts(message: Message, ids: _Ids) -> list[Any]:
+def _message_parts(message: Message, answer: Answer | None, ids: _Ids) -> list[Any]:
     role = str(message.get("role"))
-    if role == "assistant":
-        answer = Answer.of(message)
+    if answer is not None:
         ids.learn(message)
         return [role, answer.content, answer.calls]
     text = content_text(message.get("content"))
@@ -168,22 +170,56 @@ def _message_parts(message: Message, ids: _Ids) -> list[Any]:
 def template_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine hands to the chat template beside messages and tools."""
     kwargs = dict(request.get("chat_template_kwargs") or {})
-    for name in _TEMPLATE_FIELDS[1:]:
+    for name in _TEMPLATE_FIELDS:
         if request.get(name) is not None:
             kwargs.setdefault(name, request[name])
     return kwargs
 
 
-def chain(request: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """For k = 0 … number of messages: a digest of the template's settings, the tools and the first k messages,
-    once by meaning and once with the literal tool-call ids."""
-    base = _digest(_canonical(request.get("tools") or None), template_kwargs(request), request.get("chat_template"))
-    links, ids = [(base, base)], _Ids()
-    for message in request.get("messages") or []:
-        parts = _message_parts(message, ids)
-        raw = [[call.get("id") for call in tool_calls(message)], message.get("tool_call_id")]
-        links.append((_digest(links[-1][0].hex(), parts), _digest(links[-1][1].hex(), parts, raw)))
-    return links
+class Link(NamedTuple):
+    """A request's beginning, up to and with one message (or none yet)."""
+
+    key: bytes  # digest by meaning: the template's settings, the tools and the messages so far
+    raw: bytes  # the same with the literal tool-call ids
+    answer: bytes | None = None  # Answer.key of the message, if it is the assistant's
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The links of a request: one before its first message, then one for each message."""
+
+    messages: Sequence[Message]
+    links: list[Link]
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any], known: Iterable[Chain] = ()) -> Chain:
+        """The links of a request; those of the beginning that it shares with a ``known`` one are taken over."""
+        messages = list(request.get("messages") or [])
+        base = _digest(_canonical(request.get("tools") or None), template_kwargs(request), request.get("chat_template"))
+        links = [Link(base, base)]
+        for other in known:
+            if other.links[0].key == base:
+                shared = other._shared(messages)
+                if shared >= len(links):
+                    links = other.links[: shared + 1]
+        ids = _Ids()
+        for message in messages[: len(links) - 1]:
+            ids.learn(message)
+        for message in messages[len(links) - 1 :]:
+            answer = Answer.of(message) if message.get("role") == "assistant" else None
+            parts = _message_parts(message, answer, ids)
+            raw = [[call.get("id") for call in tool_calls(message)], message.get("tool_call_id")]
+            key = _digest(links[-1].key.hex(), parts)
+            links.append(Link(key, _digest(links[-1].raw.hex(), parts, raw), answer.key if answer else None))
+        return cls(messages, links)
+
+    def _shared(self, messages: Sequence[Message]) -> int:
+        shared = 0
+        for mine, theirs in zip(self.messages, messages, strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        return shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +250,7 @@ class RolloutIndex:
     _entries: dict[bytes, list[_Entry]] = field(default_factory=dict)
     _calls: dict[str, Call] = field(default_factory=dict)
     _own: set[bytes] = field(default_factory=set)
+    _recent: deque[Chain] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @classmethod
     def of(cls, calls: Sequence[Call]) -> RolloutIndex:
@@ -232,35 +269,38 @@ class RolloutIndex:
         if not call.prompt_token_ids or not answers:
             return
         self._calls[call.id] = call
-        key, raw = chain(call.request)[-1]
-        self._entries.setdefault(key, []).append(_Entry(call, raw, answers))
+        last = self._chain(call.request).links[-1]
+        self._entries.setdefault(last.key, []).append(_Entry(call, last.raw, answers))
 
     def call(self, call_id: str | None) -> Call | None:
         return self._calls.get(call_id) if call_id is not None else None
 
-    def own(self, messages: Sequence[Message]) -> frozenset[int]:
-        """Positions of the assistant messages that this rollout's model sampled."""
+    def _chain(self, request: Mapping[str, Any]) -> Chain:
+        chain = Chain.of(request, self._recent)
+        if not self._recent or self._recent[-1].links[-1] != chain.links[-1]:
+            self._recent.append(chain)
+        return chain
+
+    def own(self, request: Mapping[str, Any]) -> frozenset[int]:
+        """Positions of the request's assistant messages that this rollout's model sampled."""
         if not self._own:
             return frozenset()
-        return frozenset(
-            i
-            for i, message in enumerate(messages)
-            if message.get("role") == "assistant" and Answer.of(message).key in self._own
-        )
+        return frozenset(i for i, link in enumerate(self._chain(request).links[1:]) if link.answer in self._own)
 
     def match(self, request: Mapping[str, Any]) -> Match | None:
         """The longest earlier call that the request continues, or None. Among equals: the one whose tool-call ids
         are the request's, then the latest."""
         if not self._entries:
             return None
-        messages, links = request.get("messages") or [], chain(request)
+        chain = self._chain(request)
+        messages, links = chain.messages, chain.links
         for position in range(len(messages) - 2, -1, -1):
-            if messages[position].get("role") != "assistant" or links[position][0] not in self._entries:
+            if messages[position].get("role") != "assistant" or links[position].key not in self._entries:
                 continue
             sent = Answer.of(messages[position])
             found = [
-                ((answer.same_ids(sent), entry.raw == links[position][1], order), entry.call, choice)
-                for order, entry in enumerate(self._entries[links[position][0]])
+                ((answer.same_ids(sent), entry.raw == links[position].raw, order), entry.call, choice)
+                for order, entry in enumerate(self._entries[links[position].key])
                 for choice, answer in entry.answers
                 if answer.matches(sent)
             ]

@@ -106,7 +106,7 @@ class Prefixer:
 
     def _examine(self, request: Mapping[str, Any], index: RolloutIndex) -> tuple[Match | None, Prompt]:
         raw = request.get("messages") or []
-        messages, broken = sanitize(raw, self._special_tokens, own=index.own(raw))
+        messages, broken = sanitize(raw, self._special_tokens, own=index.own(request))
         tools, broken_tools = control_tokens.sanitize_tools(request.get("tools"), self._special_tokens)
         plain = Prompt(
             token_ids=None,
@@ -165,7 +165,10 @@ class Prefixer:
             before = index.call(walk.continues)
             start = _own_end(before, walk)
             if walk.id not in index.texts:
-                index.texts[walk.id] = await self._renderer.detokenize(walk.prompt_token_ids[start:])
+                piece = walk.prompt_token_ids[start:]
+                # A tail was decoded when the call was made; the beginning of a rollout is too long to be remembered.
+                decode = self._tails.decode if start else self._renderer.detokenize
+                index.texts[walk.id] = await decode(piece)
             pieces.append(index.texts[walk.id].removesuffix(generation_prompt))
             walk = before if start else None
         return pieces[::-1]

@@ -194,3 +194,9 @@ def chat_templates() -> dict[str, str]:
         for path in sorted(folder.glob("*.jinja"))
         if not path.stem.endswith("_training") and path.stem not in vision
     }
+
+
+@pytest.fixture(scope="session")
+def chatml_shared() -> TemplateEngine:
+    """One for many examples; nothing in it changes but the count of its calls."""
+    return TemplateEngine(CHATML)

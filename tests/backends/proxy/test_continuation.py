@@ -2,11 +2,11 @@
 
 import copy
 import json
-import time
 from typing import Any
 
 import pytest
-from art_backends.proxy.continuation import Answer, RolloutIndex, content_text
+from art_backends.proxy import continuation
+from art_backends.proxy.continuation import Answer, Chain, RolloutIndex, content_text
 from art_backends.trajectories import Call, CallStatus, Choice
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,9 +168,9 @@ def test_calls_without_exact_ids_are_not_continued_but_known_as_the_models_own()
     index = RolloutIndex.of([bare.model_copy(update={"prompt_token_ids": []})])
     messages = [USER, said("hello"), MORE, said("an example")]
     assert index.match({"messages": messages, "tools": TOOLS}) is None
-    assert index.own(messages) == {1}
+    assert index.own({"messages": messages}) == {1}
     failed = RolloutIndex.of([bare.model_copy(update={"status": CallStatus.ERROR})])
-    assert failed.own(messages) == frozenset()
+    assert failed.own({"messages": messages}) == frozenset()
 
 
 def test_adding_a_call_twice_changes_nothing() -> None:
@@ -206,16 +206,31 @@ def test_different_arguments_never_match(one: Any, other: Any) -> None:
     assert not matches, same
 
 
-def test_a_long_rollout_is_indexed_in_linear_time() -> None:
-    """200 turns: the index looks at each message of a request once, not once per earlier call."""
+def test_a_long_rollout_hashes_each_message_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 turns, each request with all messages before it, as new objects: the work grows with what is new."""
+    hashed = 0
+    digest = continuation._digest
+
+    def counting(*parts: Any) -> bytes:
+        nonlocal hashed
+        hashed += 1
+        return digest(*parts)
+
+    monkeypatch.setattr(continuation, "_digest", counting)
     index, messages = RolloutIndex(), [USER]
-    longest = 0.0
-    for turn in range(200):
-        begin = time.perf_counter()
-        match = index.match({"messages": messages, "tools": TOOLS})
-        longest = max(longest, time.perf_counter() - begin)
+    for turn in range(100):
+        request = json.loads(json.dumps({"messages": messages, "tools": TOOLS}))
+        match = index.match(request)
         assert (match.call.id if match else None) == (f"c{turn - 1}" if turn else None)
+        assert len(index.own(request)) == turn
         answer = said(None, made(f"x{turn}"))
-        index.add(call(f"c{turn}", list(messages), answer))
-        messages += [answer, {**RESULT, "tool_call_id": f"x{turn}", "content": f"{turn} " * 50}]
-    assert longest < 1.0
+        index.add(call(f"c{turn}", request["messages"], answer))
+        messages = [*messages, answer, {**RESULT, "tool_call_id": f"x{turn}", "content": str(turn)}]
+    assert hashed <= 100 * 12
+
+
+@given(st.lists(st.sampled_from([USER, MORE, said("a"), ASKED, RESULT]), max_size=6), st.integers(0, 6), st.booleans())
+def test_links_do_not_depend_on_what_was_seen_before(messages: list[Any], cut: int, other_tools: bool) -> None:
+    request = {"messages": messages, "tools": TOOLS}
+    known = Chain.of({"messages": [*messages[:cut], MORE, said("b")], "tools": [] if other_tools else TOOLS})
+    assert Chain.of(request, [known]).links == Chain.of(request).links

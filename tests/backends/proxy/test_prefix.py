@@ -1,5 +1,6 @@
 """Prompts that keep the model's tokens: one test for each thing that could break them."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 from art_backends.errors import EngineError, TemplateError
 from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
 from art_backends.trajectories import PromptMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 USER = {"role": "user", "content": "Weather in Paris?"}
 MORE = {"role": "user", "content": "And in Rome?"}
@@ -186,7 +189,50 @@ async def test_a_chain_keeps_every_turn_and_decodes_each_piece_once(chatml: Any)
         assert prompt.token_ids[: len(kept)] == kept
         ids, continues, kept = prompt.token_ids, call.id, list(prompt.token_ids)
     assert chatml.decode(ids) == chatml.render(messages)
-    assert max(costs[1:]) <= 8  # requests to the engine: the same for the twelfth turn as for the second
+    assert max(costs[1:]) <= 6  # requests to the engine: the same for the twelfth turn as for the second
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        ["<|im_end|>", "<|im_start|>", "user\n", "\n", " ", "é", "日本", "🙂", "<tool_call>", "x", '"', "{"]
+    ),
+    min_size=1,
+    max_size=6,
+).map("".join)
+TURNS = st.lists(
+    st.tuples(TEXTS, TEXTS, st.sampled_from(["said", "called", "cut"]), st.booleans()), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(TURNS)
+def test_any_conversation_reads_as_the_template_renders_it(
+    chatml_shared: Any, turns: list[tuple[str, str, str, bool]]
+) -> None:
+    asyncio.run(_converse(chatml_shared, turns))
+
+
+async def _converse(engine: Any, turns: list[tuple[str, str, str, bool]]) -> None:
+    """Each turn: the model's words, the data that follows, how the turn ends, whether tokens are spelled oddly."""
+    index, made_by, messages = RolloutIndex(), prefixer(engine), [USER]
+    ids, continues = engine.encode(engine.render([USER])), None
+    for number, (words, data, kind, oddly) in enumerate(turns):
+        words = words.replace("<|", "< |")  # noqa: PLW2901 - what a model can say in ordinary tokens
+        shown = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps({"a": words}, ensure_ascii=False)}}}'
+        text = {"said": words, "cut": words, "called": shown + "\n</tool_call>"}[kind]
+        sampled = (engine.spell if oddly else engine.encode)(text + ("" if kind == "cut" else "<|im_end|>"))
+        answer = said(None, made(f"t{number}", json.dumps({"a": words}))) if kind == "called" else said(words)
+        call = engine.call(
+            {"messages": messages}, (answer, sampled), call_id=f"c{number}", prompt=ids, continues=continues
+        )
+        index.add(call)
+        new = result(f"t{number}", data) if kind == "called" else {"role": "user", "content": data}
+        messages = [*messages, answer, new]
+        prompt = await made_by.prompt({"messages": messages}, index)
+        assert is_exact(prompt, call), prompt.reason
+        assert prompt.token_ids is not None
+        ids, continues = prompt.token_ids, call.id
+        assert engine.decode(ids) == engine.render(prompt.messages)
 
 
 async def test_a_history_that_is_rendered_differently_later_counts_as_drifted(template_engine: Any) -> None:
