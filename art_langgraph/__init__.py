@@ -5,6 +5,10 @@
 It refuses to import torch, the server or the worker: those are other processes.
 """
 
+from art_backends.config import TrainConfig
+from art_backends.report import Report
+from art_backends.rewards.values import Run
+
 from art_langgraph.train import atrain, train
 
-__all__ = ["atrain", "train"]
+__all__ = ["Report", "Run", "TrainConfig", "atrain", "train"]

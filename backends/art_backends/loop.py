@@ -28,6 +28,7 @@ from art_backends.scenarios import Scenario, order
 from art_backends.summary import by_step, common_error, evaluation, evaluation_row, fill, reached, scored, step_row
 from art_backends.tracking import MetricsFile, Row, Sink
 from art_backends.trajectories import CallStatus, Purpose, Rollout
+from art_backends.waiting import watched
 
 MAX_SKIPPED = 3  # steps in a row in which nothing was learned, until the run ends
 STALL_SECONDS = 1800.0  # a training step that makes no progress for so long has hung
@@ -56,7 +57,7 @@ async def run(
     metrics = MetricsFile(config.folder / "metrics.jsonl")
     player = Player(client, config, run_agent, reward, success)
     try:
-        with display:
+        with display, watched(display.warn):
             loop = _Loop(
                 client=client,
                 config=config,
@@ -334,7 +335,9 @@ class _Loop:
         """Add what the engine did since the last look; its counters begin at 0 again after a restart."""
         drifted = (status.get("rollouts") or {}).get("drifted")
         self._drifted = None if drifted is None else int(drifted)
-        now = status.get("engine") or {}
+        now = status.get("engine")
+        if now is None:  # it is busy or starting: the next look tells
+            return
         for name in ("tokens_sampled", "busy_seconds"):
             value = float(now.get(name) or 0.0)
             last = self._last_engine.get(name)

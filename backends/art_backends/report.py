@@ -37,13 +37,15 @@ class Evaluation:
 
 @dataclass
 class Example:
-    """One held-out scenario before and after training."""
+    """One held-out scenario before and after training: the agent's final state, or None and its error in words."""
 
     scenario: dict[str, Any]
     before: Any
     after: Any
     before_reward: float | None
     after_reward: float | None
+    before_error: str | None = None
+    after_error: str | None = None
 
 
 @dataclass
@@ -131,8 +133,8 @@ def summary(report: Report, folder: Path) -> list[str]:
     for example in report.examples[:3]:
         lines += [
             f"scenario: {_short(example.scenario)}",
-            f"  before ({_reward(example.before_reward)}): {_short(example.before)}",
-            f"  after  ({_reward(example.after_reward)}): {_short(example.after)}",
+            f"  before ({_reward(example.before_reward)}): {_short(example.before_error or example.before)}",
+            f"  after  ({_reward(example.after_reward)}): {_short(example.after_error or example.after)}",
             "",
         ]
     if report.base_success is not None and report.trained_success is not None:

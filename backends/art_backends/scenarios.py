@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from art_backends.errors import ScenarioError
 
+_LONGEST_ID = 200  # characters
 _KINDS = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 
 
@@ -124,6 +125,8 @@ def _scenario(value: Any, where: str) -> Scenario:
         return Scenario(hashlib.sha256(content).hexdigest()[:16], data)
     if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
         raise ScenarioError(f'{where}: "id" must be text or a whole number, this is {given!r}')
+    if len(str(given)) > _LONGEST_ID:
+        raise ScenarioError(f'{where}: "id" is longer than {_LONGEST_ID} characters')
     return Scenario(str(given), data)
 
 

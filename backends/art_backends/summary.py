@@ -121,7 +121,8 @@ def examples(before: Sequence[Rollout], after: Sequence[Rollout], limit: int = 5
     pairs = [(first[rollout.group], rollout) for rollout in scored(after) if rollout.group in first]
     pairs.sort(key=lambda pair: -abs((pair[1].reward or 0.0) - (pair[0].reward or 0.0)))
     return [
-        Example(old.scenario, _shown(old), _shown(new), old.reward, new.reward) for old, new in pairs[: max(limit, 0)]
+        Example(old.scenario, old.output, new.output, old.reward, new.reward, _error(old), _error(new))
+        for old, new in pairs[: max(limit, 0)]
     ]
 
 
@@ -164,7 +165,5 @@ def _total(rows: Iterable[Mapping[str, Any]], name: str) -> float:
     return float(sum(row.get(name) or 0 for row in rows))
 
 
-def _shown(rollout: Rollout) -> Any:
-    if rollout.error is not None:
-        return f"{rollout.error.type}: {rollout.error.message[:1000]}"
-    return rollout.output
+def _error(rollout: Rollout) -> str | None:
+    return None if rollout.error is None else f"{rollout.error.type}: {rollout.error.message[:1000]}"

@@ -2,7 +2,8 @@
 
 ``bounded`` gives up on a coroutine even if it swallows its cancellation; ``in_thread`` runs blocking code on a daemon
 thread, so that a hung one does not keep the process alive; ``run_to_end`` is ``asyncio.run`` with a Ctrl-C that
-stops cleanly and an executor wide enough for many rollouts at once.
+stops cleanly and an executor wide enough for many rollouts at once; ``watched`` tells when code blocks the event loop
+itself, which no deadline can end.
 
 It refuses to kill: a thread that hangs is left behind, for Python cannot end it.
 """
@@ -12,14 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import signal
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+BLOCKED = 60.0  # seconds without a turn of the event loop until it is said
 GRACE = 5.0  # seconds that cancelled code has to end
 _left_behind: set[asyncio.Task[Any]] = set()  # tasks that ignored their cancellation; the handle keeps them alive
 
@@ -104,16 +109,19 @@ def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64) -> T:
     interrupted = False
     task = loop.create_task(main)
 
-    def interrupt() -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # Runs between two bytecodes, so also while the agent's code blocks the event loop.
         nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
         interrupted = True
-        loop.remove_signal_handler(signal.SIGINT)  # the next one is Python's own
-        task.cancel()
+        loop.call_soon_threadsafe(task.cancel)
 
-    # Signal handlers exist on the main thread only; elsewhere Ctrl-C is the main thread's to handle.
-    if threading.current_thread() is threading.main_thread():
-        with suppress(NotImplementedError):
-            loop.add_signal_handler(signal.SIGINT, interrupt)
+    # Signal handlers exist on the main thread only; elsewhere, and where the app has its own, Ctrl-C is not ours.
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         return loop.run_until_complete(task)
     except asyncio.CancelledError:
@@ -121,7 +129,41 @@ def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64) -> T:
             raise KeyboardInterrupt from None
         raise
     finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _close(loop, executor)
+
+
+@contextmanager
+def watched(warn: Callable[[str], None], seconds: float = BLOCKED) -> Iterator[None]:
+    """While the block runs, ``warn`` when the event loop did not turn for ``seconds``, and say where it stands.
+
+    ``warn`` is called from another thread.
+    """
+    loop, blocked = asyncio.get_running_loop(), threading.get_ident()
+    turned, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(seconds / 10):
+            turned.clear()
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(turned.set)
+            if turned.wait(seconds) or ended.is_set():
+                continue
+            frame = sys._current_frames().get(blocked)
+            where = "" if frame is None else "".join(traceback.format_stack(frame, limit=None)[-3:])
+            warn(
+                f"the event loop has not turned for {seconds:g} s, so no deadline can end what runs there: an async "
+                f"part of the agent blocks (it should await, or be an ordinary function). It stands at:\n{where}"
+            )
+            turned.wait()
+
+    threading.Thread(target=watch, name="art-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        turned.set()
 
 
 def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:

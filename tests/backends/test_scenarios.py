@@ -48,6 +48,7 @@ def test_the_id_of_content_does_not_depend_on_the_order_of_keys(file):
         ('{"q": 1}\n{"q": 1}', r"line 2: the same content as .*line 1"),
         ('{"id": true}', r'line 1: "id" must be text or a whole number'),
         ('{"id": ""}', r'line 1: "id" must be text'),
+        ('{"id": "%s"}' % ("x" * 201), 'line 1: "id" is longer than 200'),
         ('{"q": NaN}', r"line 1: NaN is not JSON"),
         (b'{"q": "\xff"}', r"line 1: not UTF-8"),
         ('{"q": "\\ud800"}', r"line 1: holds half of a surrogate pair"),

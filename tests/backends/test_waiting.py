@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from art_backends.waiting import OverdueError, SelfCancelledError, bounded, in_thread, resolve, run_to_end
+from art_backends.waiting import OverdueError, SelfCancelledError, bounded, in_thread, resolve, run_to_end, watched
 
 
 async def test_bounded_gives_the_result_or_the_error():
@@ -134,6 +134,40 @@ def test_ctrl_c_cancels_and_lets_it_clean_up():
         run_to_end(main(), threads=1)
     assert cleaned == [True]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_again_stops_even_code_that_blocks_the_event_loop():
+    async def main():
+        os.kill(os.getpid(), signal.SIGINT)  # asks for a clean stop, which blocked code cannot make
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(main(), threads=1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+async def test_a_blocked_event_loop_is_told_with_the_place():
+    told, warned = threading.Event(), []
+
+    def warn(text):
+        warned.append(text)
+        told.set()
+
+    def a_blocking_call():
+        assert told.wait(30)
+
+    with watched(warn, 0.05):
+        a_blocking_call()
+    assert len(warned) == 1
+    assert "in a_blocking_call" in warned[0]
+
+
+async def test_an_event_loop_that_turns_is_not_told():
+    warned = []
+    with watched(warned.append, 30):
+        await asyncio.sleep(0)
+    assert warned == []
 
 
 def test_a_cancellation_of_its_own_is_no_ctrl_c():
