@@ -1,0 +1,83 @@
+"""After a crash at any point, store, engine and alias agree with what lies on disk."""
+
+import asyncio
+import json
+import shutil
+import sqlite3
+from typing import Any
+
+
+async def test_a_restart_goes_on_from_the_last_version(start: Any) -> None:
+    async with start() as server:
+        for step in (1, 2):
+            await server.client.train_step(step, server.config, rollout_ids=await server.collect(step), deadline=60)
+        left_open = await server.open()
+        admin = server.admin
+    async with start() as server:
+        policy = await server.policy()
+        assert (policy["version"], policy["step"]) == (2, 2)
+        assert server.admin == admin
+        assert (await server.chat(server.agent)).json()["choices"][0]["message"]["content"] == "policy@2 says hi"
+        assert (await server.client.rollout(left_open.id)).fault == "interrupted"
+        assert (await server.chat(left_open.token)).status_code == 200, "its agent may still be running"
+        outcome = await server.client.train_step(3, server.config, rollout_ids=await server.collect(3), deadline=60)
+        assert outcome.version == 3
+
+
+async def test_a_step_committed_but_not_recorded_is_recorded(start: Any) -> None:
+    async with start() as server:
+        ids = await server.collect(1)
+        await server.client.train_step(1, server.config, rollout_ids=ids, deadline=60)
+    with sqlite3.connect(server.folder / "store.sqlite") as connection:
+        connection.execute("DELETE FROM steps")
+    connection.close()
+    async with start() as server:
+        assert (await server.policy())["version"] == 1
+        outcome = await server.client.train_step(1, server.config, rollout_ids=ids, deadline=60)
+        assert (outcome.kind, outcome.version, outcome.metrics) == ("committed", 1, {"loss": 0.5})
+        assert len((server.faults / "jobs.log").read_text().splitlines()) == 1, "nothing was trained again"
+
+
+async def test_versions_that_cannot_be_served_are_set_aside_and_made_again(start: Any) -> None:
+    async with start() as server:
+        for step in (1, 2, 3):
+            await server.client.train_step(step, server.config, rollout_ids=await server.collect(step), deadline=60)
+        ids = await server.collect(2)
+    versions = server.folder / "versions"
+    (versions / "policy@3" / "state.json").write_text('{"torn')
+    state = json.loads((versions / "policy@2" / "state.json").read_text())
+    (versions / "policy@2" / "state.json").write_text(json.dumps({**state, "base_digest": "of another model"}))
+    (versions / ".tmp-policy@4-dead").mkdir()
+    async with start() as server:
+        policy = await server.policy()
+        assert (policy["version"], policy["step"]) == (1, 1)
+        names = {path.name.split("-")[0] for path in versions.iterdir()}
+        assert names == {"policy@1", "policy@3", "broken"}
+        outcome = await server.client.train_step(2, server.config, rollout_ids=ids, deadline=60)
+        assert (outcome.kind, outcome.version) == ("committed", 2)
+
+
+async def test_the_versions_folder_may_be_gone(start: Any) -> None:
+    async with start() as server:
+        await server.client.train_step(1, server.config, rollout_ids=await server.collect(1), deadline=60)
+    shutil.rmtree(server.folder / "versions")
+    async with start() as server:
+        policy = await server.policy()
+        assert (policy["version"], policy["step"]) == (0, 0)
+
+
+async def test_a_server_stopped_in_the_middle_of_a_step(start: Any) -> None:
+    async with start() as server:
+        ids = await server.collect(1)
+        server.fault("hold_job")
+        await server.client.start_step(1, server.config, rollout_ids=ids)
+        await server.engine.get("/test/held/job")
+        poll = asyncio.create_task(server.client.step_report(1, "policy", wait=60))
+        await server.http.get("/health")
+        server.stop.set()
+        async with asyncio.timeout(20):
+            await server.task
+        assert (await poll).state in ("running", "failed")
+    async with start() as server:
+        outcome = await server.client.train_step(1, server.config, rollout_ids=ids, deadline=60)
+        assert (outcome.kind, outcome.version) == ("committed", 1)
