@@ -297,6 +297,8 @@ class _Loop:
             self._display.warn(f"step {line.step}: nothing to learn from ({line.skipped}); rewards: {row['rewards']}")
         if line.faults:
             self._display.warn(f"step {line.step}: {line.faults} rollouts were excluded: {_fault(rollouts)}")
+        if self._config.target_success is not None and row["success"] is None:
+            self._display.warn(f"step {line.step}: target_success is set, but the reward has no success part")
         if line.errors == len(rollouts):
             self._display.warn(f"step {line.step}: the agent failed in every rollout: {common_error(rollouts)}")
 

@@ -111,8 +111,8 @@ def by_step(rows: Iterable[Mapping[str, Any]], newest: int) -> dict[int, Row]:
 
 def reached(rows: Sequence[Mapping[str, Any]], target: float | None, in_a_row: int) -> bool:
     """Whether the last ``in_a_row`` steps each sampled at least ``target`` success."""
-    last = rows[-in_a_row:]
-    return target is not None and len(last) == in_a_row and all((row.get("success") or 0.0) >= target for row in last)
+    last = [row.get("success") for row in rows[-in_a_row:]]
+    return target is not None and len(last) == in_a_row and all(value is not None and value >= target for value in last)
 
 
 def examples(before: Sequence[Rollout], after: Sequence[Rollout], limit: int = 5) -> list[Example]:
