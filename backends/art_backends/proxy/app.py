@@ -22,11 +22,12 @@ from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
 from art_backends.proxy.completions import Completions
 from art_backends.proxy.engine_client import EngineClient
-from art_backends.proxy.exchange import Dialect, Exchange, PolicyView, Services
+from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.limits import Counters, Gate, Limits
 from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
 from art_backends.proxy.recorder import CallStore, Recorder
+from art_backends.proxy.services import Dialect, PolicyView, Services
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
 import orjson
 from starlette.responses import Response
@@ -23,77 +22,18 @@ from starlette.types import Receive, Scope, Send
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
 from art_backends.proxy.chat import Asked
-from art_backends.proxy.engine_client import EngineClient, EngineStream, parse_json
-from art_backends.proxy.identity import Identity, RolloutContext, SamplingOverrides
-from art_backends.proxy.limits import Counters, Gate, Limits, Overloaded
+from art_backends.proxy.engine_client import EngineStream, parse_json
+from art_backends.proxy.identity import Identity, RolloutContext
+from art_backends.proxy.limits import Overloaded
 from art_backends.proxy.outcome import Assembler
-from art_backends.proxy.prefix import Prompt, RolloutIndex
-from art_backends.proxy.recorder import Recorder, Recording
-from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode, Sampling
+from art_backends.proxy.prefix import Prompt
+from art_backends.proxy.recorder import Recording
+from art_backends.proxy.services import Dialect, Services
+from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode
 
 log = logging.getLogger(__name__)
 
 _ERROR_TEXT = 1000  # characters of an engine's error kept in the record
-
-
-class Dialect(Protocol):
-    """A wire format; see ``chat.Chat``."""
-
-    path: str
-    has_messages: bool
-
-    def check(self, body: dict[str, Any]) -> None: ...
-    def asked(self, body: dict[str, Any]) -> Asked: ...
-    def shape(
-        self,
-        body: dict[str, Any],
-        *,
-        model: str,
-        captured: bool,
-        overrides: SamplingOverrides | None,
-        prompt: Prompt | None,
-    ) -> dict[str, Any]: ...
-    def sampling(self, sent: dict[str, Any]) -> Sampling: ...
-    def reply(self, data: dict[str, Any], asked: Asked) -> dict[str, Any]: ...
-    def chunk(self, data: dict[str, Any], asked: Asked) -> dict[str, Any] | None: ...
-
-
-class PolicyView(Protocol):
-    """What the proxy needs to know of the policy. All methods return at once."""
-
-    name: str
-    models: list[str]  # names of the app's models that it answers for; empty: all
-
-    def newest_name(self) -> str:
-        """The newest version, "NAME@N": it answers calls that are not pinned to one."""
-        ...
-
-    def lease(self, version: str) -> AbstractContextManager[str]:
-        """For the length of a call: the version stays loaded. Gives the engine's name for it."""
-        ...
-
-    def answers(self, model: str) -> bool:
-        """Whether it answers for this model name of an app."""
-        ...
-
-
-class Prompter(Protocol):
-    """Makes the prompt of a chat request; see ``prefix.Prefixer``."""
-
-    async def __call__(self, body: dict[str, Any], history: str, earlier: RolloutIndex | None) -> Prompt: ...
-
-
-@dataclass(frozen=True)
-class Services:
-    """What every exchange uses."""
-
-    engine: EngineClient
-    recorder: Recorder
-    policy: PolicyView
-    prompter: Prompter
-    gate: Gate
-    limits: Limits
-    counters: Counters
 
 
 class _StuckClientError(Exception):

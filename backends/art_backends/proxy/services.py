@@ -1,0 +1,78 @@
+"""What an exchange uses, as it sees it: the dialect, the policy, the maker of prompts, and the rest by name.
+
+It refuses to hold behaviour: these are interfaces and one plain record.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from art_backends.proxy.chat import Asked
+from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.identity import SamplingOverrides
+from art_backends.proxy.limits import Counters, Gate, Limits
+from art_backends.proxy.prefix import Prompt, RolloutIndex
+from art_backends.proxy.recorder import Recorder
+from art_backends.trajectories import Sampling
+
+
+class Dialect(Protocol):
+    """A wire format; see ``chat.Chat``."""
+
+    path: str
+    has_messages: bool
+
+    def check(self, body: dict[str, Any]) -> None: ...
+    def asked(self, body: dict[str, Any]) -> Asked: ...
+    def shape(
+        self,
+        body: dict[str, Any],
+        *,
+        model: str,
+        captured: bool,
+        overrides: SamplingOverrides | None,
+        prompt: Prompt | None,
+    ) -> dict[str, Any]: ...
+    def sampling(self, sent: dict[str, Any]) -> Sampling: ...
+    def reply(self, data: dict[str, Any], asked: Asked) -> dict[str, Any]: ...
+    def chunk(self, data: dict[str, Any], asked: Asked) -> dict[str, Any] | None: ...
+
+
+class PolicyView(Protocol):
+    """What the proxy needs to know of the policy. All methods return at once."""
+
+    name: str
+    models: list[str]  # names of the app's models that it answers for; empty: all
+
+    def newest_name(self) -> str:
+        """The newest version, "NAME@N": it answers calls that are not pinned to one."""
+        ...
+
+    def lease(self, version: str) -> AbstractContextManager[str]:
+        """For the length of a call: the version stays loaded. Gives the engine's name for it."""
+        ...
+
+    def answers(self, model: str) -> bool:
+        """Whether it answers for this model name of an app."""
+        ...
+
+
+class Prompter(Protocol):
+    """Makes the prompt of a chat request; see ``prefix.Prefixer``."""
+
+    async def __call__(self, body: dict[str, Any], history: str, earlier: RolloutIndex | None) -> Prompt: ...
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every exchange uses."""
+
+    engine: EngineClient
+    recorder: Recorder
+    policy: PolicyView
+    prompter: Prompter
+    gate: Gate
+    limits: Limits
+    counters: Counters
