@@ -27,7 +27,10 @@ FLOORS = {
     "scenarios": 2,
     "report": 2,
     "display": 2,
+    "waiting": 2,
     "loop": 3,
+    "rollouts": 3,
+    "summary": 3,
     "proxy": 3,
     "training": 3,
     "engines": 3,
@@ -40,10 +43,11 @@ FLOORS = {
     "art_mcp": 5,
 }
 SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
+SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}  # the loop's own helpers
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
-LIGHT_ROOMS |= {"report", "display", "cli"}
+LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary"}
 
 
 def modules() -> dict[str, Path]:
@@ -56,6 +60,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
+MODULES = modules()
+
+
 def imports(name: str, file: Path) -> Iterator[str]:
     """Every module that is imported anywhere in the file: at import time, under TYPE_CHECKING, inside functions."""
     for node in ast.walk(ast.parse(file.read_text())):
@@ -64,16 +71,14 @@ def imports(name: str, file: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:  # a module of the package, or a name in it
+                module = f"{node.module}.{alias.name}"
+                yield module if module in MODULES else node.module
 
 
 def room(module: str) -> str:
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] if package == "art_backends" else package
-
-
-MODULES = modules()
 
 
 def own_imports() -> dict[str, set[str]]:
