@@ -38,6 +38,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "logits_processors": ([],),
     "chat_template": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
     "audio": (),
 }
 
@@ -168,6 +171,7 @@ class TemplateBody(Body):
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # None: templates write their own, a bare prompt gets the tokenizer's
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -226,7 +230,6 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

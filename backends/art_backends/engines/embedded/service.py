@@ -52,7 +52,7 @@ class Service:
             )
         except TemplateError as error:
             raise ApiError(str(error), param="messages") from error
-        return self.vocabulary.encode(text)
+        return self.vocabulary.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
     def chat_prompt(self, body: ChatBody) -> list[int]:
         """The exact ids in kv_transfer_params if given, else the rendered messages."""

@@ -41,10 +41,11 @@ class Vocabulary:
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.eos_token_ids = frozenset((*own, *eos_token_ids))
         self.added: dict[int, Any] = dict(tokenizer.added_tokens_decoder)
+        self._pieces: dict[int, tuple[str, list[int]]] = {}  # of single tokens, as they come up
+        self._byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
         special = {index for index, token in self.added.items() if token.special} | set(tokenizer.all_special_ids)
         # tags that a parser must see stay in the text even where a tokenizer calls them special
         self.hidden = frozenset(index for index in special if "tool_call" not in self.piece(index)) | self.eos_token_ids
-        self._byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
 
     @property
     def control_strings(self) -> list[str]:
@@ -64,18 +65,29 @@ class Vocabulary:
 
     def piece(self, index: int) -> str:
         """The text of one token alone (a replacement character where it is no whole character)."""
-        if index in self.added:
-            return str(self.added[index].content)
-        return self.decode([index]) if index < len(self.tokenizer) else ""
+        return self._piece(index)[0]
 
     def piece_bytes(self, index: int) -> list[int]:
         """The bytes of one token alone: exact for byte-level vocabularies, else those of its text."""
+        return self._piece(index)[1]
+
+    def _piece(self, index: int) -> tuple[str, list[int]]:
+        known = self._pieces.get(index)
+        if known is None:
+            if index in self.added:
+                text = str(self.added[index].content)
+            else:
+                text = self.decode([index]) if index < len(self.tokenizer) else ""
+            known = self._pieces[index] = (text, self._bytes(index, text))
+        return known
+
+    def _bytes(self, index: int, text: str) -> list[int]:
         if self._byte_level and index not in self.added and index < len(self.tokenizer):
             table = _byte_of_char()
             spelled = str(self.tokenizer.convert_ids_to_tokens(index))
             if all(char in table for char in spelled):
                 return [table[char] for char in spelled]
-        return list(self.piece(index).encode("utf-8", errors="replace"))
+        return list(text.encode("utf-8", errors="replace"))
 
     def piece_str(self, index: int) -> str | None:
         """How the vocabulary itself spells this token; None beyond the tokenizer's vocabulary."""

@@ -528,6 +528,11 @@ class TestTokens:
         assert reply["tokens"][: shorter["count"]] == shorter["tokens"]
         assert (shorter["count"] < reply["count"], shorter["token_strs"]) == (True, None)
 
+    async def test_special_tokens_of_the_tokenizer_only_when_asked(self, http: httpx2.AsyncClient) -> None:
+        plain = (await http.post("/tokenize", json={"messages": HI})).json()["tokens"]
+        more = (await http.post("/tokenize", json={"messages": HI, "add_special_tokens": True})).json()["tokens"]
+        assert more[-len(plain) :] == plain
+
     async def test_round_trip(self, http: httpx2.AsyncClient) -> None:
         text = "hello <|im_start|>é€\n"
         tokens = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]

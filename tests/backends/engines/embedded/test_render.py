@@ -13,7 +13,8 @@ from art_backends.errors import TemplateError
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "a & b", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": "é"}'}}
-QWEN = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+QWEN = TEMPLATES / "qwen2_5.jinja"
 
 
 def test_hermes_takes_over_where_tools_would_not_be_shown(tokenizer: Any) -> None:
@@ -134,3 +135,16 @@ def test_normalise() -> None:
 def test_messages_that_no_template_can_take(message: dict[str, Any], words: str) -> None:
     with pytest.raises(TemplateError, match=words):
         normalise([message])
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "_training" not in path.stem)
+)
+def test_real_templates(new_tokenizer: Callable[..., Any], name: str) -> None:
+    """Every one renders a conversation, and tools are shown to the model by its own template or by Hermes."""
+    own = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    template = ChatTemplate(new_tokenizer(own))
+    assert "where is it?" in template.render([{"role": "user", "content": "where is it?"}])
+    assert template.shows_tools
+    assert "add" in template.render([{"role": "user", "content": "hi"}], [TOOL])
+    assert (template.source == own) is not (template.source == HERMES_PATH.read_text(encoding="utf-8"))
