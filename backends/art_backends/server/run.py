@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import logging.handlers
 import os
 import signal
 import socket
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 20.0
 HOUSEKEEPING_SECONDS = 5.0
+LOG_BYTES = 10 * 1024 * 1024  # of server.log, then it is kept once as server.log.1
 
 
 class Worker(Protocol):
@@ -82,7 +84,12 @@ async def serve(
     """
     listener = _bind(host, port, allow_remote=allow_remote)
     stopping = stop or asyncio.Event()
-    with contextlib.closing(listener), _folder(config.folder) as folder, _told_to_stop(stopping, exit_with_parent):
+    with (
+        contextlib.closing(listener),
+        _folder(config.folder) as folder,
+        _logged(folder.path / "logs" / "server.log"),
+        _told_to_stop(stopping, exit_with_parent),
+    ):
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listener.getsockname()[1]}"
         async with _parts(
@@ -291,6 +298,27 @@ def _folder(path: Path) -> Iterator[RunFolder]:
         yield folder
     finally:
         folder.release()
+
+
+@contextlib.contextmanager
+def _logged(file: Path) -> Iterator[None]:
+    """Log to the run folder too, unless standard error is that file already (the starter redirected it)."""
+    redirected = False
+    with contextlib.suppress(OSError):  # no such file yet, or no standard error
+        there, here = file.stat(), os.fstat(2)
+        redirected = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    if redirected:
+        yield
+        return
+    handler = logging.handlers.RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=1, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("art_backends")
+    ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        handler.close()
 
 
 @contextlib.contextmanager
