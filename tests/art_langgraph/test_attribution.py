@@ -25,7 +25,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph.types import Send
 from openai import AsyncOpenAI, OpenAI
 
-pytestmark = pytest.mark.usefixtures("hooked")
+pytestmark = [pytest.mark.usefixtures("hooked"), pytest.mark.timeout(300)]  # over a thousand requests in one test
 
 ROLLOUTS = 50
 KEY = "sk-user-secret"
@@ -252,13 +252,13 @@ def test_batch_with_metadata(app, proxy, provider):
 
 async def test_abatch_and_gather_with_metadata(app, proxy, provider):
     with ExitStack() as stack:
-        opened(stack, proxy, 20)
-        await app.async_graph.abatch(inputs(10), configs(10))
-        rest = zip(inputs(20)[10:], configs(20)[10:], strict=True)
+        opened(stack, proxy, 10)
+        await app.async_graph.abatch(inputs(5), configs(5))
+        rest = zip(inputs(10)[5:], configs(10)[5:], strict=True)
         await asyncio.gather(*(app.async_graph.ainvoke(value, config) for value, config in rest))
-        check(proxy, provider, app.async_calls, 20)
+        check(proxy, provider, app.async_calls, 10)
         await app.async_graph.ainvoke(inputs(1)[0], configs(1)[0])  # in this very task
-        assert len(proxy.seen) == 21 * app.async_calls
+        assert len(proxy.seen) == 11 * app.async_calls
         await app.model.ainvoke("the caller is in no scope")
     assert len(provider.seen) == 1
 
