@@ -24,7 +24,7 @@ from torch.nn import functional
 from art_backends.training.packing import Pack
 from art_backends.training.sequences import Ints
 
-CHUNK = 1024  # sampled positions whose logits exist at once
+CHUNK = 256  # sampled positions whose logits exist at once
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # mean |difference| of the probe's logprobs
 
@@ -42,12 +42,15 @@ class _HeadLogprob(torch.autograd.Function):
         result = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for begin in range(0, len(hidden), CHUNK):
             part = slice(begin, begin + CHUNK)
-            logits = functional.linear(hidden[part], weight, bias).float() * scale[part, None]
-            total = torch.logsumexp(logits, dim=-1)
-            result[part] = logits.gather(1, tokens[part, None]).squeeze(1) - total
+            # In place throughout: these are the largest tensors of the step, and each pass over them costs.
+            logits = functional.linear(hidden[part], weight, bias).float().mul_(scale[part, None])
+            chosen = logits.gather(1, tokens[part, None]).squeeze(1)
+            largest = logits.amax(dim=-1)
+            exponentials = logits.sub_(largest[:, None]).exp_()
+            total = exponentials.sum(dim=-1)
+            result[part] = chosen - largest - total.log()
             if slopes is not None:
-                probabilities = torch.exp(logits - total[:, None]).to(weight.dtype)
-                expected = probabilities @ weight
+                expected = (exponentials.to(weight.dtype) @ weight) / total[:, None].to(weight.dtype)
                 slopes[part] = ((weight[tokens[part]] - expected).float() * scale[part, None]).to(hidden.dtype)
         if slopes is not None:
             ctx.save_for_backward(slopes)

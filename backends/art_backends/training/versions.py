@@ -128,6 +128,7 @@ def read_numbers(path: Path) -> dict[str, float]:
 
 def replace_json(path: Path, value: object) -> None:
     """Replace a small JSON file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         write_file(temporary, encode_json(value))

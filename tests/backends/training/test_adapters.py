@@ -135,6 +135,7 @@ def test_an_adapter_that_does_not_fit_is_refused(base, config, reason, good):
         adapters.put(model, adapters.read(good), settings)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_peft_loads_what_was_written_and_gives_the_same_logits(good, make_trainer, model_path, tmp_path):
     trainer = make_trainer()
     request = make_request(tmp_path / "versions", rich_batch(), 1)
