@@ -221,9 +221,9 @@ class Engine:
             self._waiting.extend(self._inbox)
             self._inbox.clear()
             poked, self._poked = self._poked, False
+        for row in [row for row in (*self._active, *(self._waiting if poked else ())) if row.cancelled]:
+            self._leave(row)
         if poked:
-            for row in [row for row in (*self._active, *self._waiting) if row.cancelled]:
-                self._leave(row)
             self._waiting = deque(row for row in self._waiting if not row.done)
         self._forget()
         return True

@@ -112,7 +112,7 @@ def _draw(logprobs: torch.Tensor, rows: Sequence[Settings]) -> torch.Tensor:
         return logprobs.argmax(-1)
     device = logprobs.device
     wide = torch.float32 if device.type == "mps" else torch.float64
-    probs = torch.nn.functional.pad(logprobs.exp(), (0, -logprobs.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    probs = torch.nn.functional.pad(logprobs.exp(), (0, -logprobs.shape[1] % _BLOCK)).view(len(rows), -1, _BLOCK)
     blocks = probs.sum(-1, dtype=wide).cumsum(-1)
     uniform = torch.tensor([0.0 if row.temperature <= 0 else row.generator.random() for row in rows], dtype=wide)
     target = uniform.to(device)[:, None] * blocks[:, -1:]

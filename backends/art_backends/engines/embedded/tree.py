@@ -77,7 +77,8 @@ class Tree:
         while at < limit:
             best: Segment | Slot | None = None
             most = 0
-            for child in (*node.children, *node.slots):
+            leaves: list[Segment | Slot] = [*node.children, *node.slots]
+            for child in leaves:
                 length = _common(child.tokens, ids, at, limit)
                 if length > most:
                     best, most = child, length

@@ -38,7 +38,7 @@ def load_base(path: Path, *, dtype: torch.dtype = torch.float32, device: str = "
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFoundError(f"{path}: no causal language model with safetensors weights: {error}") from error
     torch.nn.Module.to(model, resolve_device(device))
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    loaded: PreTrainedModel = model.train(mode=False).requires_grad_(False)
     return loaded
 
 
@@ -112,7 +112,7 @@ class Weights:
 
     def _evict(self) -> None:
         idle = [version for version in self.merged() if version.rows == 0]
-        for version in idle[: max(0, len(list(self.merged())) - self.keep)]:
+        for version in idle[: max(0, len(idle) - self.keep)]:
             del self._models[version]
 
     def _merge(self, deltas: Mapping[str, Delta]) -> PreTrainedModel:
