@@ -3,7 +3,8 @@
 It looks at ``scope["path"]`` and the raw headers only; nothing is derived from a URL that a Host header could bend.
 A path outside the allow-list is 404 before anything else is looked at, so that no route of the engine is reachable.
 Which rollout a call belongs to is decided by the token alone (in the path, else the bearer header); naming another
-one beside it is a 400.
+one beside it is a 400. A request that says it outlived its rollout's scope is admitted as an agent's call, of no
+rollout.
 
 It refuses to log tokens, paths that hold one, or headers.
 """
@@ -158,6 +159,9 @@ class Guard:
         refusal = self._check_identity(headers, identity, beside)
         if refusal is None and control and identity.kind != "admin":
             refusal = error(403, "admin_only", "the control API needs the admin token")
+        if identity.kind == "rollout" and headers.get("x-art-scope-ended") == "1":
+            # What outlived its scope (a thread, a timer) is not the rollout's any more, though that may still be open.
+            identity = Identity("agent", policy=identity.policy)
         scope.setdefault("state", {})["identity"] = identity
         return refusal
 

@@ -229,3 +229,22 @@ def test_host_rules() -> None:
         "::1",
         "localhost",
     ]
+
+
+async def test_a_request_that_outlived_its_scope_is_served_for_no_rollout(start: Any) -> None:
+    """Capture marks what a thread or timer sends after its rollout's scope: the rollout may still be open then."""
+    async with start() as server:
+        rollout = await server.open()
+        mark = {"x-art-scope-ended": "1"}
+        bearer = {"authorization": f"Bearer {rollout.token}"}
+        ways = [("/v1/chat/completions", bearer | mark), (f"/r/{rollout.token}/v1/chat/completions", mark)]
+        for path, headers in ways:
+            assert (await server.http.post(path, json=CHAT, headers=headers)).status_code == 200
+        assert (await server.http.post(ways[0][0], json=CHAT, headers=bearer)).status_code == 200
+        found = await server.client.rollout(rollout.id)
+        assert [call.sequence for call in found.calls] == [0]  # the one without the mark
+        # no key to more than the rollout's token opens, and none without a token
+        assert (await server.http.get("/control/v1/status", headers=bearer | mark)).status_code == 403
+        assert (await server.http.post("/v1/chat/completions", json=CHAT, headers=mark)).status_code == 401
+        named = bearer | mark | {"x-art-rollout-id": "another"}
+        assert (await server.http.post("/v1/chat/completions", json=CHAT, headers=named)).status_code == 400
