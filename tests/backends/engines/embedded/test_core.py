@@ -104,7 +104,7 @@ async def test_adapter_mix_equals_peft(new_model: Models, new_adapter: Adapters,
     for name, folder in folders.items():
         references[name] = PeftModel.from_pretrained(new_model(), folder).eval()
     prompt = story(2, 25)
-    async with running(model, limits=TIGHT, keep_versions=1) as engine:
+    async with running(model, limits=TIGHT, keep_versions=0) as engine:
         for name, folder in folders.items():
             engine.load_adapter(name, folder)
         assert engine.adapters() == ["policy@1", "policy@2"]
@@ -113,7 +113,7 @@ async def test_adapter_mix_equals_peft(new_model: Models, new_adapter: Adapters,
         for name in ("policy@1", "policy@2", "policy@1"):
             rows.append(await collect(engine, prompt, name))
             names.append(name)
-        assert engine.metrics()["adapter_merges"] > 2  # one is kept: the other is merged again when it is used again
+        assert engine.metrics()["adapter_merges"] > 2  # none is kept idle: merged again when used again
     off = [value for name, row in zip(names, rows, strict=True) for value in errors(references[name], prompt, row)]
     assert_close(off)
     assert max(errors(model, prompt, rows[1])) > 1e-2  # the adapter does change something
