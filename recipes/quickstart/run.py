@@ -19,6 +19,7 @@ from art_backends.errors import ArtError
 from app import graph
 from reward import score
 from scenarios import make
+from settings import SETTINGS
 
 
 def main() -> int:
@@ -35,10 +36,9 @@ def main() -> int:
             held_out=make(options.held_out, held_out=True),
             reward=score,
             folder=options.folder,
-            name="quickstart",
             steps=options.steps,
             seed=options.seed,
-            models=["gpt-4o-mini"],
+            **SETTINGS,
         )
     except ArtError as error:
         sys.stderr.write(f"{error}\n")

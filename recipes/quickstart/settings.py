@@ -1,0 +1,10 @@
+"""The settings of the quickstart's training, for the demo and for benchmarks/learning.py alike."""
+
+SETTINGS = {
+    "name": "quickstart",
+    "models": ["gpt-4o-mini"],
+    "groups_per_step": 8,
+    "group_size": 8,
+    "learning_rate": 1e-3,
+    "scale_rewards": True,
+}
