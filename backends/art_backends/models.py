@@ -93,8 +93,13 @@ def resolve(spec: str, convert: Convert) -> ResolvedModel:
     tried.append(f"folder {folder}: not there")
     for local_only in (True, False):
         snapshot = _from_hub(spec, tried, local_only=local_only)
-        if snapshot is not None:
-            return _checked(snapshot, f"{'hub cache' if local_only else 'hub'}: {spec}")
+        if snapshot is None:
+            continue
+        where = "hub cache" if local_only else "hub"
+        try:
+            return _checked(snapshot, f"{where}: {spec}")
+        except ModelNotFoundError as error:  # for example when only the tokenizer was ever fetched
+            tried.append(f"{where}: {error}")
     package = next((known for known in PACKAGES if known.model == spec), None)
     if package is None:
         tried.append("packages of weights: none carries it")
@@ -141,7 +146,7 @@ def _from_hub(name: str, tried: list[str], *, local_only: bool) -> Path | None:
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local_only, etag_timeout=10.0))
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's errors are one of these
+    except Exception as error:  # noqa: BLE001 - boundary: the hub's client also raises errors of its HTTP library
         first = (str(error).splitlines() or [type(error).__name__])[0]
         tried.append(f"{where}: {first[:200]}")
         return None
@@ -151,6 +156,18 @@ def _from_package(package: Package, convert: Convert, tried: list[str]) -> Resol
     target = cache_folder() / "models" / f"{package.name}-{package.version}"
     if target.is_dir():
         return _checked(target, package.spec)
+    try:
+        _fetch(package, target, convert, tried)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{package.spec} cannot be kept in {target.parent}: {error.strerror or error}; "
+            "ART_INPLACE_CACHE may name another folder"
+        ) from None
+    return _checked(target, package.spec)
+
+
+def _fetch(package: Package, target: Path, convert: Convert, tried: list[str]) -> None:
+    """Download, check and convert a package; ``target`` appears whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     log.info("fetching %s (%s), once", package.spec, package.model)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:
@@ -172,7 +189,6 @@ def _from_package(package: Package, convert: Convert, tried: list[str]) -> Resol
             if not target.is_dir():
                 raise
             shutil.rmtree(out)
-    return _checked(target, package.spec)
 
 
 def _download(package: Package, work: Path, tried: list[str]) -> Path:
