@@ -24,7 +24,8 @@ from art_backends.errors import ConfigError
 class TrainConfig(BaseModel):
     """Everything a run can be told. Each field's description is its help text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # no infinity: it does not survive JSON, and every wait has an end
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # what and where
     base_model: str = Field(
@@ -109,8 +110,9 @@ def make_config(values: Mapping[str, Any], *, source: str = "configuration") -> 
     except ValidationError as error:
         lines = []
         for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"]) or "settings"
-            lines.append(f"{where}: {item['msg']} (got {item['input']!r})" if item["loc"] else item["msg"])
+            where = ".".join(str(part) for part in item["loc"])
+            said = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: {said} (got {item['input']!r})" if where else said)
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
