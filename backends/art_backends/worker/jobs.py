@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class Jobs:
                 return JSONResponse({"job": name}, 202)
             return _refused(409, "busy", f"the trainer is making {self._running.name}; ask again when it is done")
         job = Job(name)
+        self._jobs.pop(name, None)  # made again, it is the newest
         self._jobs[name] = job
         while len(self._jobs) > KEPT:
             del self._jobs[next(iter(self._jobs))]
@@ -127,12 +129,14 @@ class Jobs:
         if job is None:
             return _refused(404, "no_such_job", f"no job {request.path_params['job']!r} here; it may have been lost")
         try:
-            wait = min(max(float(request.query_params.get("wait", "0")), 0.0), MAX_WAIT)
+            wait = float(request.query_params.get("wait", "0"))
+            if math.isnan(wait):
+                raise ValueError("not a number")
         except ValueError:
             return _refused(400, "invalid_request", "wait must be a number of seconds")
-        if wait and not job.finished.is_set():
+        if wait > 0 and not job.finished.is_set():
             try:
-                async with asyncio.timeout(wait):
+                async with asyncio.timeout(min(wait, MAX_WAIT)):
                     await job.finished.wait()
             except TimeoutError:
                 pass  # the report says "running"
