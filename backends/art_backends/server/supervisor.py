@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 5
 DEATH_WINDOW = 300.0  # seconds
+FIRST_PAUSE = 0.2  # seconds before the first restart; twice as long before each further one
+LONGEST_PAUSE = 10.0
 STOP_GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 LOG_TAIL = 2000  # characters
 
@@ -66,6 +68,7 @@ class Supervisor:
         self._start_deadline = start_deadline
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._failure: ArtError | None = None
         self._deaths: deque[float] = deque()
@@ -118,24 +121,31 @@ class Supervisor:
     async def _spawn(self) -> None:
         self.socket.unlink(missing_ok=True)
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_file.open("ab") as stream:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stream,
-                env={**ALLOCATOR, **os.environ, "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
-            )
-        assert self._process.stdout is not None
+        try:
+            with self._log_file.open("ab") as stream:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=stream,
+                    env={**ALLOCATOR, **os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                    start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
+                )
+        except OSError as error:
+            raise ServerError(f"the {self.name} could not be started: {error}") from None
+        output = self._process.stdout
+        assert output is not None
         try:
             async with asyncio.timeout(self._start_deadline):
-                line = await self._process.stdout.readline()
+                line = await output.readline()
         except TimeoutError:
             raise ServerError(
                 f"the {self.name} did not start in {self._start_deadline:.0f} s; {self._tail()}"
             ) from None
+        except ValueError:  # longer than a line may be
+            line = b""
         self.ready = self._read_ready(line)
+        self._reader = asyncio.get_running_loop().create_task(_drain(output))
 
     def _read_ready(self, line: bytes) -> dict[str, Any]:
         try:
@@ -163,7 +173,7 @@ class Supervisor:
                     ServerError(f"the {self.name} died {MAX_DEATHS} times within {DEATH_WINDOW:.0f} s; {self._tail()}")
                 )
                 return
-            await asyncio.sleep(min(0.2 * 2 ** (len(self._deaths) - 1), 10.0))  # back off
+            await asyncio.sleep(min(FIRST_PAUSE * 2 ** (len(self._deaths) - 1), LONGEST_PAUSE))
             try:
                 await self._spawn()
                 self.restarts += 1
@@ -175,6 +185,10 @@ class Supervisor:
                     self._give_up(error)
                     return
                 log.error("restart of the %s failed: %s", self.name, error)
+                continue
+            except Exception:  # boundary: whatever on_restart met, the child is supervised on
+                await self._end_child()
+                log.exception("restart of the %s failed", self.name)
                 continue
             self._up.set()
 
@@ -197,6 +211,9 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
 
     def _tail(self) -> str:
         try:
@@ -204,3 +221,9 @@ class Supervisor:
         except OSError:
             text = ""
         return f"end of {self._log_file}:\n{text}" if text else f"{self._log_file} is empty"
+
+
+async def _drain(output: asyncio.StreamReader) -> None:
+    """Read what a child says after its ready line: a pipe that nobody reads stops the child once it is full."""
+    while await output.read(65536):
+        pass
