@@ -103,6 +103,7 @@ class _Loop:
         self._last_engine: dict[str, float] = {}
         self._drifted: int | None = None
         self._trainable = False  # whether a trainable call of the agent was seen
+        self._failing: str | None = None  # the agent's most frequent error, if it failed in all of the last step
 
     async def run(self) -> Report:
         began = time.monotonic()
@@ -120,7 +121,7 @@ class _Loop:
                 row = await self._step(step)
                 skipped = skipped + 1 if row["outcome"] == "skipped" else 0
                 if skipped >= MAX_SKIPPED:
-                    raise NothingToLearnError(_nothing(row, skipped))
+                    raise NothingToLearnError(_nothing(row, skipped, self._failing))
                 if self._config.eval_every and step % self._config.eval_every == 0:
                     await self._evaluate(step, self._version)
                 step += 1
@@ -212,6 +213,7 @@ class _Loop:
         row |= {f"engine/{name}": value for name, value in self._engine.items()}
         self._engine = {}
         self._steps[step] = row
+        self._failing = common_error(rollouts) if row["errors"] == len(scored(rollouts)) else None
         self._write(row)
         self._show(row, rollouts)
         return row
@@ -367,12 +369,15 @@ def _fault(rollouts: Sequence[Rollout]) -> str:
     return f"{text} (×{number})" + (f", and {len(counts) - 1} other kinds" if len(counts) > 1 else "")
 
 
-def _nothing(row: Row, skipped: int) -> str:
+def _nothing(row: Row, skipped: int, failing: str | None) -> str:
+    why = (
+        "" if failing is None else f"The agent failed in every rollout of the last step: {' '.join(failing.split())}. "
+    )
     return (
         f"nothing to learn from: in {skipped} steps in a row no group of rollouts had a spread of rewards "
         f"({row.get('reason') or 'all rewards of a group were equal'}). Rewards of the last step: {row['rewards']}. "
-        "What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones if all "
-        "fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example in the "
+        f"{why}What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones if "
+        "all fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example in the "
         "agent's prompt"
     )
 
