@@ -376,9 +376,9 @@ def _nothing(row: Row, skipped: int, failing: str | None) -> str:
     return (
         f"nothing to learn from: in {skipped} steps in a row no group of rollouts had a spread of rewards "
         f"({row.get('reason') or 'all rewards of a group were equal'}). Rewards of the last step: {row['rewards']}. "
-        f"{why}What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones if "
-        "all fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example in the "
-        "agent's prompt"
+        f"{failed}What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones "
+        "if all fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example "
+        "in the agent's prompt"
     )
 
 
