@@ -39,7 +39,7 @@ def test_hermes_takes_over_where_tools_would_not_be_shown(tokenizer: Any) -> Non
     assert rest == (
         "<|im_start|>user\n1+2?<|im_end|>\n"
         f"<|im_start|>assistant\n{call}\n{call}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
         "<|im_start|>assistant\n3<|im_end|>\n"
         "<|im_start|>user\nthanks<|im_end|>\n"
         "<|im_start|>assistant\n"
