@@ -370,9 +370,7 @@ def _fault(rollouts: Sequence[Rollout]) -> str:
 
 
 def _nothing(row: Row, skipped: int, failing: str | None) -> str:
-    why = (
-        "" if failing is None else f"The agent failed in every rollout of the last step: {' '.join(failing.split())}. "
-    )
+    failed = "" if failing is None else f"The agent failed in all its rollouts: {' '.join(failing.split())}. "
     return (
         f"nothing to learn from: in {skipped} steps in a row no group of rollouts had a spread of rewards "
         f"({row.get('reason') or 'all rewards of a group were equal'}). Rewards of the last step: {row['rewards']}. "
