@@ -52,8 +52,11 @@ class LocalBackend:
         except OSError as error:
             raise ServerError(f"run folder {self.folder} cannot be made: {error.strerror}") from None
         # the settings travel in a private file: a command line can be read by everyone on the machine
-        with tempfile.NamedTemporaryFile("w", suffix=".json", dir=logs, delete=False) as settings:
-            settings.write(self.config.model_dump_json())
+        try:
+            with tempfile.NamedTemporaryFile("w", suffix=".json", dir=logs, delete=False) as settings:
+                settings.write(self.config.model_dump_json())
+        except OSError as error:
+            raise ServerError(f"run folder {self.folder} cannot be written: {error.strerror}") from None
         try:
             await self._start(Path(settings.name), logs / "server.log")
         except BaseException:
@@ -71,14 +74,17 @@ class LocalBackend:
     async def _start(self, settings: Path, log_file: Path) -> None:
         command = [self._python, "-m", "art_backends.cli", "serve", "--settings", str(settings)]
         command += ["--port", "0", "--exit-with-parent", "--announce"]
-        with log_file.open("ab") as stream:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stream,
-                start_new_session=True,  # Ctrl-C is the loop's to handle; the server ends when told to
-            )
+        try:
+            with log_file.open("ab") as stream:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=stream,
+                    start_new_session=True,  # Ctrl-C is the loop's to handle; the server ends when told to
+                )
+        except OSError as error:
+            raise ServerError(f"the server could not be started: {error}") from None
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(START_DEADLINE):
@@ -88,7 +94,9 @@ class LocalBackend:
         try:
             said = json.loads(line)
         except ValueError:
-            raise ServerError(f"the server ended before it was ready; {_tail(log_file)}") from None
+            said = None
+        if not isinstance(said, dict):
+            raise ServerError(f"the server ended before it was ready; {_tail(log_file)}")
         if not said.get("ready"):
             raise revive(str(said.get("type")), str(said.get("message")))
         self.url = said["url"]
