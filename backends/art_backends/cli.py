@@ -83,7 +83,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 async def _serve(options: argparse.Namespace) -> int:
     if options.settings is not None:
-        config = make_config(json.loads(options.settings.read_text()), source=str(options.settings))
+        config = make_config(_object(options.settings), source=str(options.settings))
     else:
         config = _resumed(from_arguments(options, options.config), options)
 
@@ -92,13 +92,10 @@ async def _serve(options: argparse.Namespace) -> int:
             _announce({"ready": True, "url": url})
             return
         folder = config.folder
-        console = Console()
-        console.print(f"serving [bold]{config.name}[/bold] of {folder} at [bold]{url}/v1[/bold]", highlight=False)
-        console.print(
-            f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {folder}/agent.token) python your_app.py",
-            highlight=False,
-            soft_wrap=True,
-        )
+        console = _console()
+        console.print(f"serving {config.name} of {folder} at {url}/v1", style="bold", soft_wrap=True)
+        command = f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {folder}/agent.token) python your_app.py"
+        console.print(command, soft_wrap=True)
 
     await serve(
         config,
@@ -116,13 +113,25 @@ def _resumed(config: TrainConfig, options: argparse.Namespace) -> TrainConfig:
     file = config.folder / "policy.json"
     if not file.exists():
         return config
-    try:
-        kept = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-    defaults = {key: value for key, value in kept.items() if key in TrainConfig.model_fields}
+    defaults = {key: value for key, value in _object(file).items() if key in TrainConfig.model_fields}
     given = {key: value for key, value in vars(options).items() if key in TrainConfig.model_fields}
     return make_config({**defaults, **config.model_dump(exclude_unset=True), **given}, source=str(file))
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; ConfigError names the file."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: cannot be read: it holds no object")
+    return content
+
+
+def _console() -> Console:
+    """Text of apps and people is shown as it is: no markup, no emoji names."""
+    return Console(markup=False, emoji=False, highlight=False)
 
 
 def _announce(said: dict[str, Any]) -> None:
@@ -145,7 +154,7 @@ async def _status(options: argparse.Namespace) -> int:
         status = await client.status()
     finally:
         await client.aclose()
-    console = Console()
+    console = _console()
     if options.json:
         console.print_json(data=status)
         return 0
@@ -174,7 +183,7 @@ async def _list_rollouts(options: argparse.Namespace) -> int:
         rollouts = await client.rollouts(step=options.step, purpose=options.purpose, limit=options.limit)
     finally:
         await client.aclose()
-    console = Console()
+    console = _console()
     if options.json:
         console.print_json(data=[rollout.model_dump(mode="json") for rollout in rollouts])
         return 0
@@ -194,16 +203,16 @@ async def _show_rollout(options: argparse.Namespace) -> int:
         rollout, training = await client.rollout_with_training(options.id)
     finally:
         await client.aclose()
-    console = Console()
+    console = _console()
     if options.json:
         console.print_json(data={**rollout.model_dump(mode="json"), "training": training})
         return 0
     reward = "none" if rollout.reward is None else f"{rollout.reward:.3f}"
     console.print(f"rollout {rollout.id} · {rollout.purpose} · scenario {rollout.scenario_id} · {rollout.version}")
-    console.print(f"reward {reward} {rollout.metrics or ''}", highlight=False)
+    console.print(f"reward {reward} {rollout.metrics or ''}")
     for trouble in (rollout.fault, rollout.error and f"{rollout.error.type}: {rollout.error.message}"):
         if trouble:
-            console.print(f"  {trouble}", markup=False)
+            console.print(f"  {trouble}")
     trained = {(item["call"], item["choice"]): item for item in training}
     for call in rollout.calls:
         console.rule(f"call {call.sequence} · node {call.node.name or '-'} · {call.version} · {call.status}")
@@ -212,9 +221,9 @@ async def _show_rollout(options: argparse.Namespace) -> int:
             f"{', drifted' if call.drifted else ''}{f', excluded: {call.excluded}' if call.excluded else ''}"
         )
         for message in call.request.get("messages", []):
-            console.print(f"  {message.get('role')}: {_text_of(message)}", markup=False)
+            console.print(f"  {message.get('role')}: {_text_of(message)}")
         for choice in call.choices:
-            console.print(f"  → {_text_of(choice.message)}", markup=False, style="bold")
+            console.print(f"  → {_text_of(choice.message)}", style="bold")
             item = trained.get((call.id, choice.index))
             said = "not trained yet" if item is None else _trained(item)
             console.print(f"    {len(choice.token_ids)} tokens sampled, {choice.finish_reason}; {said}")
