@@ -85,7 +85,7 @@ def main() -> int:
     result = {
         "plan": {"seeds": seeds, "held_out": plan.held_out, "steps": plan.steps, "settings": SETTINGS},
         "seeds": rows,
-        **totals(rows),
+        **totals(rows, judged=seeds == SEEDS and plan.held_out >= 200 and plan.steps <= 40),
         "goals": GOALS,
         "environment": environment(),
     }
@@ -139,18 +139,21 @@ def figures(folder: Path, kept: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all seeds. With a failed seed there is no median and no worst: it would be one of the others'."""
+def totals(rows: list[dict[str, Any]], *, judged: bool) -> dict[str, Any]:
+    """Over all seeds. With a failed seed there is no median and no worst: it would be one of the others'.
+
+    ``judged``: whether this is the run that the goals are about; of another one they say nothing.
+    """
     minutes = {
         "train_minutes": sum(row["train_seconds"] or 0.0 for row in rows) / 60,
         "minutes": sum(row["wall_seconds"] for row in rows) / 60,
     }
     trained = [row["trained_success"] for row in rows]
     if not rows or any(row["failed"] for row in rows):
-        return {"base": None, "median": None, "worst": None, "goals_met": False, **minutes}
+        return {"base": None, "median": None, "worst": None, "goals_met": False if judged else None, **minutes}
     base, median, worst = max(row["base_success"] for row in rows), statistics.median(trained), min(trained)
     met = base < GOALS["base_below"] and median >= GOALS["median_at_least"] and worst >= GOALS["worst_at_least"]
-    return {"base": base, "median": median, "worst": worst, "goals_met": met, **minutes}
+    return {"base": base, "median": median, "worst": worst, "goals_met": met if judged else None, **minutes}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -171,7 +174,8 @@ def show(result: dict[str, Any]) -> None:
         )
     if result["median"] is not None:
         print(f"\nmedian {result['median']:.3f}, worst {result['worst']:.3f}, base {result['base']:.3f}", end="; ")
-    print(f"{result['minutes']:.1f} minutes; goals {'met' if result['goals_met'] else 'not met'}: {GOALS}")
+    judgement = {True: "met", False: "not met", None: "not judged by such a run"}[result["goals_met"]]
+    print(f"{result['minutes']:.1f} minutes; goals {judgement}: {GOALS}")
 
 
 def environment() -> dict[str, Any]:
