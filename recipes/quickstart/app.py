@@ -112,7 +112,7 @@ builder.add_node("tools", ToolNode(TOOLS))
 builder.add_edge(START, "agent")
 builder.add_conditional_edges("agent", tools_condition)
 builder.add_edge("tools", "agent")
-graph = builder.compile().with_config(recursion_limit=8)
+graph = builder.compile().with_config(recursion_limit=6)
 
 
 if __name__ == "__main__":
