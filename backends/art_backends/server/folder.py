@@ -148,8 +148,10 @@ class PolicyFile:
         """Write ``policy.json`` of a new run."""
         path = folder / POLICY
         fixed = _fixed(config)
-        template = None if config.chat_template is None else str(config.chat_template)
+        template = None if config.chat_template is None else str(config.chat_template.expanduser().absolute())
         content = {"base_model": config.base_model, "digest": digest, "chat_template": template, **fixed}
+        # not checked on resume, but what `art-backends serve` goes by when it is told nothing else
+        content |= config.model_dump(include={"models", "dtype", "max_model_len", "history"})
         try:
             replace_json(path, content)
         except OSError as error:
