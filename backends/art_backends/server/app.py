@@ -5,7 +5,7 @@ It refuses to hold logic: routes are ``control``'s and the proxy's, admission is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,24 +14,52 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from art_backends.errors import ArtError
 from art_backends.proxy.app import Proxy
 from art_backends.server.auth import Guard, HostRules, error
 from art_backends.server.control import Control, Services
 
+RESTART_SECONDS = 120.0  # that a call waits for an engine which is being restarted
+RESTART_CALLS = 1024  # calls that may wait for it
 
-def build(services: Services, proxy: Proxy, hosts: HostRules, *, engine_up: Callable[[], bool]) -> ASGIApp:
-    """The ASGI app. ``engine_up`` says whether the engine has its adapters: else calls are told to come again."""
 
-    def away() -> Response | None:
+def build(
+    services: Services,
+    proxy: Proxy,
+    hosts: HostRules,
+    *,
+    engine_up: Callable[[], bool],
+    wait_for_engine: Callable[[float], Awaitable[None]],
+) -> ASGIApp:
+    """The ASGI app. ``engine_up`` says whether the engine has its adapters: else calls wait until it does.
+
+    ``wait_for_engine(seconds)`` raises ArtError if it is not up by then. A restart takes longer than an SDK retries:
+    calls that were refused meanwhile would cost an agent its run.
+    """
+    waiting = 0
+
+    async def away() -> Response | None:
+        nonlocal waiting
         if engine_up():
             return None
-        return error(503, "engine_restarting", "the engine is being restarted; try again", {"retry-after": "1"})
+        problem = f"{waiting} calls are waiting for the engine"
+        if waiting < RESTART_CALLS:
+            waiting += 1
+            try:
+                await wait_for_engine(RESTART_SECONDS)
+                return None
+            except ArtError as failure:
+                problem = str(failure).partition("; ")[0]  # without the log's tail, which is not the app's to read
+            finally:
+                waiting -= 1
+        message = f"the engine is being restarted; try again ({problem})"
+        return error(503, "engine_restarting", message, {"retry-after": "5"})
 
     async def chat(request: Request) -> Response:
-        return away() or await proxy.chat_completions(request, request.state.identity)
+        return await away() or await proxy.chat_completions(request, request.state.identity)
 
     async def completions(request: Request) -> Response:
-        return away() or await proxy.completions(request, request.state.identity)
+        return await away() or await proxy.completions(request, request.state.identity)
 
     async def models(request: Request) -> Response:
         return await proxy.models(request, request.state.identity)

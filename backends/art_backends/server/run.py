@@ -214,7 +214,13 @@ async def _parts(
             url=url,
             started=started,
         )
-        asgi = app.build(services, proxy, HostRules(host), engine_up=lambda: worker.state()["state"] == "up")
+        asgi = app.build(
+            services,
+            proxy,
+            HostRules(host),
+            engine_up=lambda: worker.state()["state"] == "up",
+            wait_for_engine=worker.wait_ready,
+        )
         yield _Parts(services, proxy, adapters, asgi)
 
 

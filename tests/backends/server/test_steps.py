@@ -203,6 +203,33 @@ async def test_steps_out_of_order_and_unknown_ones(start: Any) -> None:
             await server.client.step_report(9, "other")
 
 
+async def test_calls_wait_for_a_worker_that_restarts(start: Any) -> None:
+    """A restart takes longer than an SDK's retries: who asks meanwhile gets the answer, late, and no error."""
+    async with start() as server:
+        server.worker._process.kill()
+        async with asyncio.timeout(60):
+            while server.worker.state()["state"] == "up":  # noqa: ASYNC110 - until the loop has seen its end
+                await asyncio.sleep(0)
+            replies = await asyncio.gather(*(server.chat(server.agent, f"hi {number}") for number in range(8)))
+        assert [reply.status_code for reply in replies] == [200] * 8
+        assert server.worker.restarts == 1
+
+
+async def test_calls_do_not_wait_for_a_worker_that_was_given_up(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("art_backends.server.supervisor.MAX_DEATHS", 1)
+    async with start() as server:
+        server.worker._process.kill()
+        async with asyncio.timeout(60):
+            while server.worker.state()["state"] == "up":  # noqa: ASYNC110 - until the loop has seen its end
+                await asyncio.sleep(0)
+            reply = await server.chat(server.agent)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+        said = reply.json()["error"]
+        assert said["code"] == "engine_restarting"
+        assert "the worker died 1 times" in said["message"]
+        assert "log" not in said["message"]
+
+
 async def test_the_agent_is_told_to_come_again_while_the_worker_restarts(start: Any) -> None:
     """Row R23: an agent never sees an error that its SDK would not try again."""
     async with start() as server:
