@@ -231,7 +231,7 @@ class Project:
 
     def processes(self) -> dict[int, str]:
         """Processes that name this run folder, by pid: the server and the worker."""
-        said = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(["ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True, check=True).stdout
         found = {}
         for line in said.splitlines():
             pid, _, command = line.strip().partition(" ")
