@@ -1,10 +1,10 @@
 """Logprobs of a pack under a causal language model, with gradient.
 
-The transformer body runs once over the pack (a tree pack with its ancestor mask through SDPA), the output matrix only
-where a token was sampled, in chunks, so that logits of the whole vocabulary never pile up. At load the model is
-measured, not believed: if the tree's logprobs differ from plain ones on a small probe, or the configuration says that
-positions or attention depend on the length (sliding windows, dynamic RoPE), plain padded rows are used, and
-``plain_reason`` says why.
+The transformer body runs once over the pack, the output matrix only where a token was sampled, in chunks, so that
+logits of the whole vocabulary never pile up. A tree pack is attended tile by tile (``attention``); by a model whose
+attention function cannot be replaced, under an ancestor mask of the whole pack. At load the model is measured, not
+believed: if neither gives the plain logprobs on a small probe, or the configuration says that positions or attention
+depend on the length (sliding windows, dynamic RoPE), plain padded rows are used, and ``plain_reason`` says why.
 
 It refuses to approximate: what the tree cannot express is computed without it.
 """
@@ -21,12 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from art_backends.training import attention
 from art_backends.training.packing import Pack
 from art_backends.training.sequences import Ints
 
 CHUNK = 256  # sampled positions whose logits exist at once
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # mean |difference| of the probe's logprobs
+_PROBE_TILE = 8  # tokens: the probe has several tiles
+_UNABLE = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, AttributeError, KeyError)
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +66,11 @@ class _HeadLogprob(torch.autograd.Function):
 
 
 class Forward:
-    """Computes packs with one (PEFT-wrapped) model.
+    """Computes packs with one (PEFT-wrapped) model, whose attention function it replaces if it can.
 
-    ``plain_reason`` is None when trees can be used, else why not. ``single_rows`` is true when even padded rows may
-    not stand beside each other, because positions depend on the longest one.
+    ``tiled`` says whether it could; ``tile`` is the size of the tiles in tokens. ``plain_reason`` is None when trees
+    can be used, else why not. ``single_rows`` is true when even padded rows may not stand beside each other, because
+    positions depend on the longest one.
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -81,7 +85,10 @@ class Forward:
         self.single_rows = bool(kinds & _LENGTH_DEPENDENT_ROPE)
         self._window = _sliding_window(text)
         self._plain_head = self._has_plain_head()
+        self.tiled = False
+        self.tile = _PROBE_TILE
         self.plain_reason = self._why_plain(kinds)
+        self.tile = attention.TILE
         if self.plain_reason is not None:
             log.warning("training computes plain padded sequences instead of prefix trees: %s", self.plain_reason)
 
@@ -93,31 +100,33 @@ class Forward:
         """Log-probability of each query's token, [Q] float32; with gradient if gradients are enabled."""
         ids = self._put(pack.input_ids)
         positions = self._put(pack.position_ids)
-        mask = self._mask(pack)
+        how = self._tiles(pack) if self.tiled and pack.parents is not None else {"attention_mask": self._mask(pack)}
         at = self._put(pack.query_at)
         tokens = self._put(pack.query_token)
         scale = torch.from_numpy(1.0 / pack.query_temperature).to(torch.float32).to(self.device)
         with self._cast():
             if self._plain_head:
-                output = self._causal.base_model(
-                    input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-                )
+                output = self._causal.base_model(input_ids=ids, position_ids=positions, use_cache=False, **how)
                 hidden = output.last_hidden_state.flatten(0, 1)[at]
                 head = self._causal.get_output_embeddings()
                 with torch.autocast(self.device.type, enabled=False):
                     states = hidden.to(head.weight.dtype)
                     result = _HeadLogprob.apply(states, head.weight, head.bias, tokens, scale)  # type: ignore[no-untyped-call]
                 return cast(Tensor, result)
-            logits = self._causal(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-            ).logits.flatten(0, 1)[at]
+            output = self._causal(input_ids=ids, position_ids=positions, use_cache=False, **how)
+            logits = output.logits.flatten(0, 1)[at]
             scaled = torch.log_softmax(logits.float() * scale[:, None], dim=-1)
             return scaled.gather(1, tokens[:, None]).squeeze(1)
+
+    def _tiles(self, pack: Pack) -> dict[str, Any]:
+        assert pack.parents is not None
+        plan = attention.tiles(pack.parents, self.device, self.tile)
+        return {"attention_mask": plan.placeholder, attention.NAME: plan}
 
     def _mask(self, pack: Pack) -> Tensor:
         if pack.parents is not None:
             mask = torch.from_numpy(pack.ancestors())[None, None].to(self.device)
-            if getattr(self._config, "_attn_implementation", "sdpa") == "eager":  # adds its mask instead
+            if self._config.get_text_config()._attn_implementation == "eager":  # adds its mask instead
                 lowest = torch.finfo(self.dtype).min
                 return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(~mask, lowest)
             return mask
@@ -155,30 +164,53 @@ class Forward:
         if bool(getattr(self._causal, "_is_stateful", False)):
             return "the model is recurrent"
         try:
-            difference = self._probe()
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+            tree, plain = _probe(int(self._config.get_text_config().vocab_size))
+            with torch.no_grad():
+                expected = self.logprobs(plain)
+                if self._tiled_fits(tree, plain, expected):
+                    return None
+                difference = float((self.logprobs(tree) - expected).abs().mean())
+        except _UNABLE as error:
             return f"the model does not take an ancestor mask ({type(error).__name__}: {error})"
         limit = _TOLERANCE.get(self.dtype, 1e-3)
         if not difference <= limit:
             return f"the tree's logprobs differ from plain ones by {difference:.2g} on a probe (allowed {limit:g})"
         return None
 
-    @torch.no_grad()
-    def _probe(self) -> float:
-        """Mean |difference| of logprobs between a small tree and its two plain rows."""
-        size = int(self._config.get_text_config().vocab_size)
-        spread = (np.arange(20, dtype=np.int64) * 7919 + 1) % size
-        prefix, first, second = spread[:6], spread[6:13], spread[13:]
-        ids = np.concatenate([prefix, first, second])
-        depth = np.concatenate([np.arange(13), np.arange(6, 13)]).astype(np.int64)
-        parents = np.arange(-1, 19, dtype=np.int64)
-        parents[13] = 5
-        at, token = parents[6:], ids[6:]
-        tree = _probe_pack(ids[None], depth[None], parents, at, token)
-        rows = np.stack([np.concatenate([prefix, first]), np.concatenate([prefix, second])])
-        flat = np.concatenate([np.arange(5, 12), np.arange(13 + 5, 13 + 12)]).astype(np.int64)
-        plain = _probe_pack(rows, np.broadcast_to(np.arange(13), (2, 13)).copy(), None, flat, token)
-        return float((self.logprobs(tree) - self.logprobs(plain)).abs().mean())
+    def _tiled_fits(self, tree: Pack, plain: Pack, expected: Tensor) -> bool:
+        """Replace the attention function, if both packs then give what was expected of plain rows; else put it back."""
+        usual = self._config._attn_implementation
+        try:
+            self._causal.set_attn_implementation(attention.NAME)
+            self.tiled = self._config.get_text_config()._attn_implementation == attention.NAME
+            if self.tiled:
+                worst = max(float((self.logprobs(pack) - expected).abs().mean()) for pack in (tree, plain))
+                if worst <= _TOLERANCE.get(self.dtype, 1e-3):
+                    return True
+                reason = f"logprobs differ by {worst:.2g}"
+            else:
+                reason = "its attention function cannot be replaced"
+        except _UNABLE as error:
+            reason = f"{type(error).__name__}: {error}"
+        log.info("prefix trees are computed under a mask of the whole pack, which is slower: %s", reason)
+        self.tiled = False
+        self._causal.set_attn_implementation(usual)
+        return False
+
+
+def _probe(size: int) -> tuple[Pack, Pack]:
+    """A small tree of ids below ``size`` and its two plain rows, asking for the same logprobs."""
+    spread = (np.arange(20, dtype=np.int64) * 7919 + 1) % size
+    prefix, first, second = spread[:6], spread[6:13], spread[13:]
+    ids = np.concatenate([prefix, first, second])
+    depth = np.concatenate([np.arange(13), np.arange(6, 13)]).astype(np.int64)
+    parents = np.arange(-1, 19, dtype=np.int64)
+    parents[13] = 5
+    at, token = parents[6:], ids[6:]
+    tree = _probe_pack(ids[None], depth[None], parents, at, token)
+    rows = np.stack([np.concatenate([prefix, first]), np.concatenate([prefix, second])])
+    flat = np.concatenate([np.arange(5, 12), np.arange(13 + 5, 13 + 12)]).astype(np.int64)
+    return tree, _probe_pack(rows, np.broadcast_to(np.arange(13), (2, 13)).copy(), None, flat, token)
 
 
 def _probe_pack(ids: Ints, positions: Ints, parents: Ints | None, at: Ints, tokens: Ints) -> Pack:

@@ -1,8 +1,9 @@
 """From samples to packs: the rectangles of tokens that one forward and backward pass computes.
 
-A *tree pack* is one row holding a piece of a prefix forest: each distinct token once, its depth as position id, its
-parent's index beside it (from which the ancestor mask follows). A *plain pack* is one row per branch, padded on the
-right, for models that a mask cannot teach the tree. Both ask for the same logprobs: *queries* (where, which token, at
+A *tree pack* is one row holding a piece of the batch's prefix forest: each distinct token once, its depth as position
+id, its parent's index beside it (from which follows what it sees). Groups share what their samples share: a system
+prompt stands there once. A *plain pack* is one row per branch, padded on the right, for models that cannot be taught
+the tree. Both ask for the same logprobs: *queries* (where, which token, at
 which temperature) and *occurrences* (which rollout sampled it, with which recorded logprob).
 
 Numpy only. It refuses to cut a sequence: one that is longer than the budget makes a pack of its own, since a token
@@ -17,9 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from art_backends.training.sequences import Floats, Ints, Sample, SequenceGroup, branches, shared
-
-SMALL_PACK = 512  # groups are put together until a pack holds this many tokens; then attention costs more than it saves
+from art_backends.training.sequences import Floats, Ints, Sample, SequenceGroup, branches, forest, shared
 
 
 @dataclass(frozen=True)
@@ -95,23 +94,22 @@ class _Questions:
         )
 
 
-def _tree_pack(trees: Sequence[Sequence[Sample]]) -> Pack:
-    """One row holding the prefix trees of some groups' samples (each in tree order)."""
+def _tree_pack(samples: Sequence[Sample]) -> Pack:
+    """One row holding the prefix forest of samples in tree order."""
     ids: list[int] = []
     depths: list[int] = []
     parents: list[int] = []
     questions = _Questions()
-    for samples in trees:
-        path: list[int] = []  # index of the token at each depth on the way to the current sample
-        for index, sample in enumerate(samples):
-            common = shared(samples[index - 1], sample) if index else 0
-            del path[common:]
-            for depth, token in enumerate(sample.tokens[common:].tolist(), start=common):
-                parents.append(path[-1] if path else -1)
-                path.append(len(ids))
-                ids.append(token)
-                depths.append(depth)
-            questions.add(sample, path)
+    path: list[int] = []  # index of the token at each depth on the way to the current sample
+    for index, sample in enumerate(samples):
+        common = shared(samples[index - 1], sample) if index else 0
+        del path[common:]
+        for depth, token in enumerate(sample.tokens[common:].tolist(), start=common):
+            parents.append(path[-1] if path else -1)
+            path.append(len(ids))
+            ids.append(token)
+            depths.append(depth)
+        questions.add(sample, path)
     return questions.pack(
         np.asarray([ids], dtype=np.int64),
         np.asarray([depths], dtype=np.int64),
@@ -120,33 +118,23 @@ def _tree_pack(trees: Sequence[Sequence[Sample]]) -> Pack:
     )
 
 
-def tree_packs(groups: Sequence[SequenceGroup], budget: int, *, small: int = SMALL_PACK) -> list[Pack]:
-    """Tree packs of at most ``budget`` tokens (a longer single sequence stands alone).
+def tree_packs(groups: Sequence[SequenceGroup], budget: int) -> list[Pack]:
+    """Tree packs of at most ``budget`` tokens (a longer single sequence stands alone), whatever the groups' order.
 
-    Where a group is cut, the next pack repeats only the prefix that its first sequence shares. Small groups are put
-    together, without sharing, until a pack holds ``small`` tokens.
+    Where the forest is cut, the next pack repeats only the prefix that its first sequence shares with the last one.
     """
     packs: list[Pack] = []
-    trees: list[list[Sample]] = []
+    current: list[Sample] = []
     size = 0
-    for group in groups:
-        if size >= min(small, budget):
-            packs.append(_tree_pack(trees))
-            trees, size = [], 0
-        previous: Sample | None = None
-        for sample in group.samples:
-            new = len(sample.tokens) - (shared(previous, sample) if previous is not None else 0)
-            if size and size + new > budget:
-                packs.append(_tree_pack(trees))
-                trees, size, previous = [], 0, None
-                new = len(sample.tokens)
-            if previous is None:
-                trees.append([])
-            trees[-1].append(sample)
-            size += new
-            previous = sample
-    if trees:
-        packs.append(_tree_pack(trees))
+    for sample in forest(groups):
+        new = len(sample.tokens) - (shared(current[-1], sample) if current else 0)
+        if current and size + new > budget:
+            packs.append(_tree_pack(current))
+            current, size, new = [], 0, len(sample.tokens)
+        current.append(sample)
+        size += new
+    if current:
+        packs.append(_tree_pack(current))
     return packs
 
 
@@ -156,8 +144,8 @@ def plain_packs(groups: Sequence[SequenceGroup], budget: int, *, rows: int | Non
     ``rows`` bounds the rows of a pack further; 1 for models whose positions depend on the longest row beside them.
     """
     ordered = sorted(
-        (branch for group in groups for branch in branches(group.samples)), key=lambda branch: len(branch[-1].tokens)
-    )  # by length: little padding; the sort is stable, so equal lengths keep the order of the groups
+        branches(forest(groups)), key=lambda branch: len(branch[-1].tokens)
+    )  # by length: little padding; the sort is stable, so equal lengths keep the order of the tree
     packs: list[Pack] = []
     current: list[list[Sample]] = []
     for branch in ordered:

@@ -2,8 +2,8 @@
 
 A *sample* is one choice of one call: prompt ids + sampled ids, of which the sampled ones train. Call B follows call
 A when B's ids begin with A's; nothing else joins them, so a prompt that drifted starts a branch of its own. Sorted
-by their ids, the samples of a group are the depth-first order of its prefix tree: what two neighbours share is what
-they share in the tree.
+by their ids, samples are in the depth-first order of their prefix tree: what two neighbours share is what they share
+in the tree.
 
 Numpy only. It refuses to re-tokenise, and to train a token whose id or logprob was not recorded: such answers are
 left out with a reason (``exclusion``). An answer that is left out may still be context of later calls, whose prompts
@@ -102,9 +102,17 @@ def _build_group(group: TrajectoryGroup, limit: int) -> SequenceGroup:
     usable = {item.rollout_id: item.reward for item in trajectories if math.isfinite(item.reward)}
     answers = tuple(answer for item in trajectories for answer in _answers(item, limit, item.rollout_id in usable))
     samples = [answer.sample for answer in answers if answer.sample is not None]
-    samples.sort(key=lambda sample: (sample.key, sample.rollout_id, sample.order, sample.choice))
     unusable = tuple(item.rollout_id for item in trajectories if item.rollout_id not in usable)
-    return SequenceGroup(group.group, usable, unusable, answers, tuple(samples))
+    return SequenceGroup(group.group, usable, unusable, answers, tuple(sorted(samples, key=_in_tree)))
+
+
+def _in_tree(sample: Sample) -> tuple[bytes, str, int, int]:
+    return sample.key, sample.rollout_id, sample.order, sample.choice
+
+
+def forest(groups: Iterable[SequenceGroup]) -> list[Sample]:
+    """The samples of all groups in tree order, whatever the order of the groups."""
+    return sorted((sample for group in groups for sample in group.samples), key=_in_tree)
 
 
 def _answers(trajectory: Trajectory, limit: int, usable: bool) -> Iterable[Answer]:

@@ -136,7 +136,7 @@ class Trainer:
         config = request.config
         packs = make_packs(loaded.forward, plan.groups, config.pack_tokens)
         computed = sum(pack.tokens for pack in packs)
-        unique = sum(sequences.distinct_tokens(group.samples) for group in plan.groups)
+        unique = sequences.distinct_tokens(sequences.forest(plan.groups))
         metrics["tokens/computed"] = float(computed)
         metrics["tokens/unique"] = float(unique)
         metrics["computed_to_unique_tokens"] = computed / unique

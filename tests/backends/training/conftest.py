@@ -138,6 +138,20 @@ def rich_batch() -> list[TrajectoryGroup]:
     ]
 
 
+def common_batch(groups: int = 4) -> list[TrajectoryGroup]:
+    """Groups with a common beginning of 20 tokens, 3 of their own, and 3 rollouts that sample 6 tokens each."""
+    return [
+        make_group(
+            f"g{g}",
+            *(
+                (f"r{g}{n}", float(n), [make_call(f"c{g}{n}", [*range(20), 30, 40 + g, 50], [1 + n, 7, 8, 9, g, n])])
+                for n in range(3)
+            ),
+        )
+        for g in range(groups)
+    ]
+
+
 def plain_logprobs(model: Any, call: Call, choice: Choice) -> torch.Tensor:
     """Logprobs of a choice's tokens: one row, the model's ordinary forward."""
     ids = torch.tensor([[*call.prompt_token_ids, *choice.token_ids]])

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 from art_backends.training.packing import Pack, plain_packs, tree_packs
-from art_backends.training.sequences import build, distinct_tokens
+from art_backends.training.sequences import build, distinct_tokens, forest
 
-from tests.backends.training.conftest import make_call, make_group, rich_batch
+from tests.backends.training.conftest import common_batch, make_call, make_group, rich_batch
 
 
 def path(pack: Pack, at: int) -> list[int]:
@@ -76,7 +76,8 @@ def test_one_pack_computes_each_distinct_token_once():
     groups = build(rich_batch())
     packs = tree_packs(groups, 10_000)
     assert len(packs) == 1
-    assert packs[0].tokens == packs[0].input_ids.size == sum(distinct_tokens(group.samples) for group in groups)
+    assert packs[0].tokens == packs[0].input_ids.size == distinct_tokens(forest(groups))
+    assert packs[0].tokens < sum(distinct_tokens(group.samples) for group in groups)  # groups share, too
 
 
 def test_a_cut_repeats_only_the_shared_prefix_and_stays_within_the_budget():
@@ -94,12 +95,23 @@ def test_a_sequence_longer_than_the_budget_stands_alone():
     assert sorted(pack.tokens for pack in packs) == [2, 52]
 
 
-def test_small_groups_share_a_pack_without_seeing_each_other():
-    groups = build(rich_batch()[:2])
-    (pack,) = tree_packs(groups, 1000)
-    assert pack.parents is not None
-    assert (pack.parents == -1).sum() == 2
-    assert len(tree_packs(groups, 1000, small=1)) == 2
+def test_what_groups_share_is_computed_once_in_a_pack_and_repeated_only_by_a_cut():
+    groups = build(common_batch())
+    (whole,) = tree_packs(groups, 1000)
+    assert whole.parents is not None
+    assert whole.tokens == distinct_tokens(forest(groups)) == 21 + 4 * (2 + 3 * 6)
+    assert (whole.parents == -1).sum() == 1
+    packs = tree_packs(groups, 70)  # the cut falls between the rollouts of the third group: 23 tokens are repeated
+    assert [pack.tokens for pack in packs] == [69, 55]
+    assert sum(pack.tokens for pack in packs) == whole.tokens + 23
+
+
+def test_packs_are_the_same_whatever_the_order_of_the_groups():
+    first = tree_packs(build(common_batch()), 70)
+    second = tree_packs(build(common_batch()[::-1])[::-1], 70)
+    for one, other in zip(first, second, strict=True):
+        for name in vars(one):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_ancestors_and_depth():
