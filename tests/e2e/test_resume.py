@@ -120,6 +120,7 @@ def test_the_loop_is_killed_between_its_rollouts(
     assert contents(project.run).items() >= before.items()  # version 1, to the byte
 
 
+@pytest.mark.slow
 def test_the_worker_is_killed_and_the_run_goes_on(
     project: Any, waiting: Callable[..., Any], to_end: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ REPORT = {
 def rollouts(run: Path) -> list[Rollout]:
     store = Store.open(run / "store.sqlite")
     try:
-        return store.rollouts(with_calls=True, limit=1000)
+        return [r for r in store.rollouts(with_calls=True, limit=1000) if r.step is not None]  # those of the run
     finally:
         store.close()
 
