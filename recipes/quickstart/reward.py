@@ -1,5 +1,6 @@
 """The reward: a tool was called, the right one, with the right argument, and the answer holds what it returned."""
 
+import json
 import re
 from typing import Any
 
@@ -25,8 +26,6 @@ def score(run: Run) -> dict[str, float]:
 
 
 def _same(arguments: str, wanted: dict[str, str]) -> bool:
-    import json
-
     try:
         given = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

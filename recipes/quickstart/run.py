@@ -13,13 +13,13 @@ from pathlib import Path
 os.environ.setdefault("OPENAI_API_KEY", "not-needed-while-training")  # ChatOpenAI wants one when it is made
 sys.path.insert(0, str(Path(__file__).parent))
 
-import art_langgraph
-from art_backends.errors import ArtError
-
 from app import graph
+from art_backends.errors import ArtError
 from reward import score
 from scenarios import make
 from settings import SETTINGS
+
+import art_langgraph
 
 
 def main() -> int:
