@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 PYTEST = .venv/bin/python -m pytest
 
-.PHONY: help setup demo test test-all lint types docs check clean
+.PHONY: help setup demo test test-all lint types docs check lock clean
 
 help:
 	@echo "make demo      train the quickstart agent on this machine's CPU and show before and after"
@@ -15,7 +15,7 @@ help:
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml
+.venv/.ready: pyproject.toml requirements.lock
 	@echo "== setting up .venv (once; torch is large, this takes some minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
@@ -23,9 +23,9 @@ setup: .venv/.ready
 	@$(PIP) install --quiet --upgrade 'pip>=25.1'
 	@echo "== installing $(TORCH)"
 	@$(PIP) install --quiet '$(TORCH)'
-	@echo "== installing art-inplace and its test tools"
-	@$(PIP) install --quiet --editable '.[langgraph,local,plot]' --group dev
-	@$(PIP) install --quiet --no-deps trl==1.16.0  # only its chat templates are read, by tests
+	@echo "== installing what requirements.lock pins, by hash"
+	@$(PIP) install --quiet --no-deps --require-hashes --requirement requirements.lock
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: setup
@@ -51,6 +51,13 @@ docs: setup
 	@$(PYTEST) tests/docs
 
 check: lint types test
+
+# left out (.ci/not-locked): torch, which is the machine's matter, what only its CUDA build needs, and trl's own needs
+lock:
+	@$(PIP) install --quiet uv
+	@.venv/bin/uv pip compile pyproject.toml .ci/tools.in --extra langgraph --extra local --extra plot --group dev \
+	  --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --quiet --upgrade \
+	  $(shell sed 's/^/--no-emit-package /' .ci/not-locked) --output-file requirements.lock
 
 clean:
 	rm -rf .venv .art dist .pytest_cache .mypy_cache .ruff_cache
