@@ -187,10 +187,15 @@ def _fold(states: Tensor, tile: Tile, kv_heads: int) -> Tensor:
     return part.reshape(1, kv_heads, -1, part.shape[-1])
 
 
+def _fused(device: torch.device) -> bool:
+    """Whether there is a kernel that gives and takes the log-sum-exp under a mask."""
+    return device.type == "cpu"
+
+
 def _forward(given: _Given) -> tuple[Tensor, Tensor]:
     """Softmax attention [1, h, n, d] and its log-sum-exp [1, h, n] of one tile."""
     query, key, value = given.query, given.key, given.value
-    if query.device.type == "cpu":
+    if _fused(query.device):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, 0.0, False, attn_mask=given.mask[None, None], scale=given.scale
         )
@@ -204,7 +209,7 @@ def _forward(given: _Given) -> tuple[Tensor, Tensor]:
 def _backward(given: _Given, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to query, key and value from that to the result, the result itself and its log-sum-exp."""
     query, key, value = given.query, given.key, given.value
-    if query.device.type == "cpu":
+    if _fused(query.device):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             gradient, query, key, value, out, log_sum, 0.0, False, attn_mask=given.mask[None, None], scale=given.scale
         )

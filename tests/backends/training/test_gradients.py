@@ -14,7 +14,14 @@ from art_backends.training.sequences import build
 from art_backends.training.updates import Updates
 from art_backends.trajectories import Choice
 
-from tests.backends.training.conftest import make_call, make_group, make_request, plain_logprobs, rich_batch
+from tests.backends.training.conftest import (
+    common_batch,
+    make_call,
+    make_group,
+    make_request,
+    plain_logprobs,
+    rich_batch,
+)
 
 
 def loaded(make_trainer, tmp_path, groups, **config):
@@ -173,6 +180,49 @@ def test_however_the_batch_is_cut_the_gradient_is_the_same(budget, make, make_tr
     assert (len(packs) > 1) == (budget < 1000)
     assert distance(gradients, whole) <= 1e-5
     assert other["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+
+
+def forked_batch():
+    """Forks within forks, segments of one token, answers that are prefixes of others, in one group and across two."""
+
+    def rollout(name, reward, *calls):
+        made = [make_call(f"{name}{at}", prompt, sampled, sequence=at) for at, (prompt, sampled) in enumerate(calls)]
+        return name, reward, made
+
+    system = list(range(10, 30))
+    return [
+        make_group(
+            "one",
+            rollout("a", 1.0, ([*system, 1], [2, 3, 4, 5]), ([*system, 1, 2, 3, 4, 5, 9], [6, 7, 8])),
+            rollout("b", 0.0, ([*system, 1], [2, 3]), ([*system, 1, 2, 3, 9], [6])),
+            rollout("c", 0.5, ([*system, 1], [2]), ([*system, 1, 2, 3, 4], [5])),
+            rollout("d", 0.7, ([*system, 1], [2, 3, 4, 8]), ([*system, 1], [3])),
+            rollout("e", 0.1, ([*system, 1], [2, 3, 4, 5]), ([*system, 1, 2, 3, 4, 5, 9], [6, 8])),
+        ),
+        make_group(
+            "two",
+            rollout("f", 1.0, ([*system, 1], [2, 3, 4])),
+            rollout("g", 0.0, ([*system, 2], [1]), ([*system, 2, 1], [1]), ([*system, 2, 1, 1], [1])),
+            rollout("h", 0.0, (system[:1], [11, 12, 14])),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("tile", [2, 5, 128])
+@pytest.mark.parametrize("budget", [32, 40, 70, 1000])
+@pytest.mark.parametrize("batch", [common_batch, forked_batch])
+def test_groups_with_a_common_prefix_equal_one_row_per_call(batch, budget, tile, make_trainer, tmp_path):
+    state, config = loaded(make_trainer, tmp_path, batch(), kl_coefficient=0.1)
+    assert state.forward.tiled
+    state.forward.tile = tile
+    expected, loss, norm = naive(state, config, batch(), shifted)
+    gradients, metrics, packs = packed(
+        state, config, batch(), shifted, lambda groups, _budget: packing.tree_packs(groups, budget)
+    )
+    assert (len(packs) > 1) == (budget < {common_batch: 1000, forked_batch: 40}[batch])
+    assert distance(gradients, expected) <= 1e-5
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_splitting_a_rollout_into_more_calls_changes_nothing(make_trainer, tmp_path):
