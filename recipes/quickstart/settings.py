@@ -3,8 +3,9 @@
 SETTINGS = {
     "name": "quickstart",
     "models": ["gpt-4o-mini"],
-    "groups_per_step": 8,
+    "groups_per_step": 4,
     "group_size": 8,
     "learning_rate": 1e-3,
     "scale_rewards": True,
+    "target_success": 0.9,
 }
