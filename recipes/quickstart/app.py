@@ -2,7 +2,7 @@
 
     OPENAI_API_KEY=... python recipes/quickstart/app.py "Where is order 4417?"
 
-It looks things up in the shop's database with three tools and answers with what it found.
+It looks things up in the shop's database with four tools and answers with what it found.
 """
 
 import hashlib
@@ -31,6 +31,11 @@ LAST_NAMES = (
     "Adler Bauer Costa Diaz Ekman Fischer Garcia Hansen Ivanov Jensen Keller Lopez Moreau Novak Olsen Petrov Quinn "
     "Rossi Silva Torres Urban Vega Weber Young"
 ).split()
+CITIES = (
+    "Aarhus Athens Basel Berlin Bergen Bilbao Bologna Bremen Bruges Cardiff Cologne Cork Dresden Dublin Genoa Geneva "
+    "Ghent Glasgow Graz Hamburg Helsinki Leeds Leipzig Lille Lisbon London Lyon Madrid Malmo Milan Munich Naples Nice "
+    "Oslo Padua Paris Porto Prague Riga Rome Seville Sofia Split Turin Vienna Vilnius Warsaw Zagreb Zurich"
+).split()
 MONTHS = "January February March April May June July August September October November December".split()
 
 
@@ -45,13 +50,14 @@ def database() -> sqlite3.Connection:
     """The shop's database: every product, every customer, the orders 1000 to 9999."""
     base = sqlite3.connect(":memory:", check_same_thread=False)
     base.execute("CREATE TABLE products (name TEXT PRIMARY KEY, stock INTEGER)")
-    base.execute("CREATE TABLE customers (name TEXT PRIMARY KEY, phone TEXT)")
+    base.execute("CREATE TABLE customers (name TEXT PRIMARY KEY, phone TEXT, city TEXT)")
     base.execute("CREATE TABLE orders (id TEXT PRIMARY KEY, arrives TEXT)")
     products = [f"{color} {thing}" for color in COLORS for thing in THINGS]
     base.executemany("INSERT INTO products VALUES (?, ?)", [(p, _number("stock", p, 11, 990)) for p in products])
     people = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
-    phones = [(p, f"555-{_number('phone', p, 1000, 9999)}") for p in people]
-    base.executemany("INSERT INTO customers VALUES (?, ?)", phones)
+    for person in people:
+        phone, city = f"555-{_number('phone', person, 1000, 9999)}", CITIES[_number("city", person, 0, len(CITIES))]
+        base.execute("INSERT INTO customers VALUES (?, ?, ?)", (person, phone, city))
     for order in range(1000, 10000):
         day, month = _number("day", str(order), 1, 29), MONTHS[_number("month", str(order), 0, 12)]
         base.execute("INSERT INTO orders VALUES (?, ?)", (str(order), f"{day} {month}"))
@@ -81,7 +87,13 @@ def customer_phone(name: str) -> str:
     return _lookup("SELECT phone FROM customers WHERE name = ?", name.strip())
 
 
-TOOLS = [order_arrival, product_stock, customer_phone]
+@tool
+def customer_city(name: str) -> str:
+    """The city where a customer lives."""
+    return _lookup("SELECT city FROM customers WHERE name = ?", name.strip())
+
+
+TOOLS = [order_arrival, product_stock, customer_phone, customer_city]
 
 PROMPT = [
     SystemMessage("You are a shop's assistant with tools. Never answer from memory: call a tool first."),

@@ -40,6 +40,16 @@ TRAIN_WORDINGS = {
         "{key} is a customer. What number do I dial?",
         "Which phone does {key} have?",
     ],
+    "customer_city": [
+        "Where does {key} live?",
+        "What is the home town of {key}?",
+        "I want to visit {key}, to which city do I go?",
+        "City of {key}, please.",
+        "Tell me the city that {key} is from.",
+        "In what place is {key} at home?",
+        "{key} is a customer. Which city is that in?",
+        "Which town does {key} come from?",
+    ],
 }
 HELD_OUT_WORDINGS = {
     "order_arrival": [
@@ -60,12 +70,19 @@ HELD_OUT_WORDINGS = {
         "Can you look up the telephone of {key}?",
         "At which number can I phone {key}?",
     ],
+    "customer_city": [
+        "In which city does {key} live?",
+        "Please look up the city of {key}.",
+        "What town is {key} living in?",
+        "Can you tell me where {key} is based?",
+    ],
 }
-ARGUMENT = {"order_arrival": "order", "product_stock": "product", "customer_phone": "name"}
+ARGUMENT = {"order_arrival": "order", "product_stock": "product", "customer_phone": "name", "customer_city": "name"}
 TABLE = {
     "order_arrival": "SELECT arrives FROM orders WHERE id = ?",
     "product_stock": "SELECT stock FROM products WHERE name = ?",
     "customer_phone": "SELECT phone FROM customers WHERE name = ?",
+    "customer_city": "SELECT city FROM customers WHERE name = ?",
 }
 
 

@@ -1,7 +1,6 @@
 """Logprobs of a pack under a causal language model, with gradient.
 
-The transformer body runs once over the pack, the output matrix only where a token was sampled, in chunks, so that
-logits of the whole vocabulary never pile up. A tree pack is attended tile by tile (``attention``); by a model whose
+The transformer body runs once over the pack, the output matrix only where a token was sampled (``head``). A tree pack is attended tile by tile (``attention``); by a model whose
 attention function cannot be replaced, under an ancestor mask of the whole pack. At load the model is measured, not
 believed: if neither gives the plain logprobs on a small probe, or the configuration says that positions or attention
 depend on the length (sliding windows, dynamic RoPE), plain padded rows are used, and ``plain_reason`` says why.
@@ -14,18 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from art_backends.training import attention
+from art_backends.training import attention, head, lora
 from art_backends.training.packing import Pack
 from art_backends.training.sequences import Ints
 
-CHUNK = 256  # sampled positions whose logits exist at once
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # mean |difference| of the probe's logprobs
 _PROBE_TILE = 8  # tokens: the probe has several tiles
@@ -34,39 +31,8 @@ _UNABLE = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError,
 log = logging.getLogger(__name__)
 
 
-class _HeadLogprob(torch.autograd.Function):
-    """log softmax(W h / T)[token] per row; keeps ∂/∂h (rows × hidden) instead of logits (rows × vocabulary)."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0917  # autograd calls it by position
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, scale: Tensor
-    ) -> Tensor:
-        slopes = torch.empty_like(hidden) if hidden.requires_grad else None
-        result = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        for begin in range(0, len(hidden), CHUNK):
-            part = slice(begin, begin + CHUNK)
-            # In place throughout: these are the largest tensors of the step, and each pass over them costs.
-            logits = functional.linear(hidden[part], weight, bias).float().mul_(scale[part, None])
-            chosen = logits.gather(1, tokens[part, None]).squeeze(1)
-            largest = logits.amax(dim=-1)
-            exponentials = logits.sub_(largest[:, None]).exp_()
-            total = exponentials.sum(dim=-1)
-            result[part] = chosen - largest - total.log()
-            if slopes is not None:
-                expected = (exponentials.to(weight.dtype) @ weight) / total[:, None].to(weight.dtype)
-                slopes[part] = ((weight[tokens[part]] - expected).float() * scale[part, None]).to(hidden.dtype)
-        if slopes is not None:
-            ctx.save_for_backward(slopes)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
-        (slopes,) = ctx.saved_tensors
-        return (gradients[0][:, None] * slopes.float()).to(slopes.dtype), None, None, None, None
-
-
 class Forward:
-    """Computes packs with one (PEFT-wrapped) model, whose attention function it replaces if it can.
+    """Computes packs with one (PEFT-wrapped) model, whose LoRA layers it fuses and whose attention it replaces if it can.
 
     ``tiled`` says whether it could; ``tile`` is the size of the tiles in tokens. ``plain_reason`` is None when trees
     can be used, else why not. ``single_rows`` is true when even padded rows may not stand beside each other, because
@@ -78,6 +44,7 @@ class Forward:
         self.device = device
         self.dtype = dtype
         self._causal = model.get_base_model()
+        lora.fuse(model)
         self._config = self._causal.config
         text = self._config.get_text_config()
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -108,11 +75,9 @@ class Forward:
             if self._plain_head:
                 output = self._causal.base_model(input_ids=ids, position_ids=positions, use_cache=False, **how)
                 hidden = output.last_hidden_state.flatten(0, 1)[at]
-                head = self._causal.get_output_embeddings()
+                matrix = self._causal.get_output_embeddings()
                 with torch.autocast(self.device.type, enabled=False):
-                    states = hidden.to(head.weight.dtype)
-                    result = _HeadLogprob.apply(states, head.weight, head.bias, tokens, scale)  # type: ignore[no-untyped-call]
-                return cast(Tensor, result)
+                    return head.logprobs(hidden.to(matrix.weight.dtype), matrix, tokens, scale)
             output = self._causal(input_ids=ids, position_ids=positions, use_cache=False, **how)
             logits = output.logits.flatten(0, 1)[at]
             scaled = torch.log_softmax(logits.float() * scale[:, None], dim=-1)
@@ -145,16 +110,16 @@ class Forward:
 
     def _has_plain_head(self) -> bool:
         """Whether logits are exactly the output matrix times the body's last hidden state."""
-        head = self._causal.get_output_embeddings()
-        if type(head) is not nn.Linear or self._causal.base_model is self._causal:
+        matrix = self._causal.get_output_embeddings()
+        if type(matrix) is not nn.Linear or self._causal.base_model is self._causal:
             return False
-        ids = torch.arange(1, 6, device=self.device)[None] % head.weight.shape[0]
+        ids = torch.arange(1, 6, device=self.device)[None] % matrix.weight.shape[0]
         with torch.no_grad():
             hidden = self._causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logits = self._causal(input_ids=ids, use_cache=False).logits
-            if hidden.shape[-1] != head.weight.shape[1]:
+            if hidden.shape[-1] != matrix.weight.shape[1]:
                 return False
-            mine = head(hidden)
+            mine = matrix(hidden)
             return mine.shape == logits.shape and torch.allclose(mine.float(), logits.float(), rtol=1e-3, atol=1e-3)
 
     def _why_plain(self, rope_kinds: set[Any]) -> str | None:
