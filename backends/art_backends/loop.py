@@ -33,6 +33,7 @@ from art_backends.waiting import watched
 MAX_SKIPPED = 3  # steps in a row in which nothing was learned, until the run ends
 STALL_SECONDS = 1800.0  # a training step that makes no progress for so long has hung
 POLL_SECONDS = 2.0  # between looks at the engine's speed
+SPEED_SECONDS = 5.0  # of the engine's work that its speed is told over; idle time does not count
 SAMPLE = 8  # rollouts whose calls are looked at to see whether the agent can be trained
 
 
@@ -356,10 +357,12 @@ class _Loop:
             await asyncio.sleep(POLL_SECONDS)
             with suppress(ArtError):
                 engine = (await control(self._client.status())).get("engine") or {}
-                now = (time.monotonic(), float(engine.get("tokens_sampled") or 0.0))
-                if last is not None and now[1] > last[1]:
+                now = (float(engine.get("busy_seconds") or 0.0), float(engine.get("tokens_sampled") or 0.0))
+                if last is None or now[0] < last[0]:  # the first look, or a restarted engine's counters
+                    last = now
+                elif now[0] - last[0] >= SPEED_SECONDS:
                     self._display.speed((now[1] - last[1]) / (now[0] - last[0]))
-                last = now
+                    last = now
 
 
 def _fault(rollouts: Sequence[Rollout]) -> str:
