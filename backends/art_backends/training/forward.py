@@ -1,9 +1,10 @@
 """Logprobs of a pack under a causal language model, with gradient.
 
-The transformer body runs once over the pack, the output matrix only where a token was sampled (``head``). A tree pack is attended tile by tile (``attention``); by a model whose
-attention function cannot be replaced, under an ancestor mask of the whole pack. At load the model is measured, not
-believed: if neither gives the plain logprobs on a small probe, or the configuration says that positions or attention
-depend on the length (sliding windows, dynamic RoPE), plain padded rows are used, and ``plain_reason`` says why.
+The transformer body runs once over the pack, the output matrix only where a token was sampled (``head``). A tree pack
+is attended tile by tile (``attention``); by a model whose attention function cannot be replaced, under an ancestor
+mask of the whole pack. At load the model is measured, not believed: if neither gives the plain logprobs on a small
+probe, or the configuration says that positions or attention depend on the length (sliding windows, dynamic RoPE),
+plain padded rows are used, and ``plain_reason`` says why.
 
 It refuses to approximate: what the tree cannot express is computed without it.
 """
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Forward:
-    """Computes packs with one (PEFT-wrapped) model, whose LoRA layers it fuses and whose attention it replaces if it can.
+    """Computes packs with one (PEFT-wrapped) model: fuses its LoRA layers and replaces its attention, if it can.
 
     ``tiled`` says whether it could; ``tile`` is the size of the tiles in tokens. ``plain_reason`` is None when trees
     can be used, else why not. ``single_rows`` is true when even padded rows may not stand beside each other, because
