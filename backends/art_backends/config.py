@@ -86,7 +86,7 @@ class TrainConfig(BaseModel):
     )
     kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference); reference: version 0")
     updates_per_batch: int = Field(1, ge=1, le=64, description="optimizer updates per batch")
-    pack_tokens: int = Field(8192, ge=64, description="most tokens computed in one forward and backward pass")
+    pack_tokens: int = Field(4096, ge=64, description="most tokens computed in one forward and backward pass")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     max_kl: float | None = Field(None, gt=0, description="a step whose KL to the version before exceeds this is undone")
 
