@@ -175,7 +175,8 @@ def test_killed_again_and_again(
     project: Any, waiting: Callable[..., Any], to_end: Callable[..., Any], victim: str
 ) -> None:
     """In the rollouts of step 1, in the training of step 2, at the commit of step 3; each time the same command."""
-    command = project.training(*SLOW_TRAINING, "--concurrency", "2", reward="my_rewards:held")
+    # a fourth step, so that the run is not over by itself when the third is committed
+    command = project.training("--steps", "4", *SLOW_TRAINING, "--concurrency", "2", reward="my_rewards:held")
     waits = hold(project, 2)
     kept: dict[str, Any] = {}
     before: dict[str, bytes] = {}
@@ -207,7 +208,7 @@ def test_killed_again_and_again(
             process = project.start("art-langgraph", *command)
     done = to_end(process, 200)
     assert done.code == 0, done.err
-    check_steps(project, 3)
+    check_steps(project, 4)
     now = {**closed(project.run, 1), **closed(project.run, 2), **closed(project.run, 3)}
     assert now.items() >= kept.items()
     assert contents(project.run).items() >= before.items()
