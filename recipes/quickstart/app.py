@@ -97,18 +97,18 @@ TOOLS = [order_arrival, product_stock, customer_phone, customer_city]
 
 PROMPT = [
     SystemMessage("You are a shop's assistant with tools. Never answer from memory: call a tool first."),
+    HumanMessage("How many gold rings do we have?"),
+    AIMessage("", tool_calls=[{"name": "product_stock", "args": {"product": "gold ring"}, "id": "example-1"}]),
+    ToolMessage("52", tool_call_id="example-1"),
+    AIMessage("We have 52."),
     HumanMessage("When is order 812 coming?"),
-    AIMessage("", tool_calls=[{"name": "order_arrival", "args": {"order": "812"}, "id": "example-1"}]),
-    ToolMessage("30 May", tool_call_id="example-1"),
+    AIMessage("", tool_calls=[{"name": "order_arrival", "args": {"order": "812"}, "id": "example-2"}]),
+    ToolMessage("30 May", tool_call_id="example-2"),
     AIMessage("It arrives on 30 May."),
     HumanMessage("Which number has Kim Doe?"),
-    AIMessage("", tool_calls=[{"name": "customer_phone", "args": {"name": "Kim Doe"}, "id": "example-2"}]),
-    ToolMessage("555-100", tool_call_id="example-2"),
+    AIMessage("", tool_calls=[{"name": "customer_phone", "args": {"name": "Kim Doe"}, "id": "example-3"}]),
+    ToolMessage("555-100", tool_call_id="example-3"),
     AIMessage("The number is 555-100."),
-    HumanMessage("How many gold rings do we have?"),
-    AIMessage("", tool_calls=[{"name": "product_stock", "args": {"product": "gold ring"}, "id": "example-3"}]),
-    ToolMessage("52", tool_call_id="example-3"),
-    AIMessage("We have 52."),
 ]
 
 model = ChatOpenAI(model="gpt-4o-mini", temperature=0, max_completion_tokens=48).bind_tools(TOOLS)
