@@ -25,7 +25,7 @@ import art_langgraph
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".art/quickstart"), help="run folder")
-    parser.add_argument("--steps", type=int, default=25, help="training steps (default: 25)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps at most (default: 40)")
     parser.add_argument("--held-out", type=int, default=60, help="held-out questions (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
     options = parser.parse_args()
