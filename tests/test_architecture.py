@@ -28,6 +28,7 @@ FLOORS = {
     "report": 2,
     "display": 2,
     "waiting": 2,
+    "child": 2,
     "loop": 3,
     "rollouts": 3,
     "summary": 3,
@@ -47,7 +48,7 @@ SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
-LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary"}
+LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child"}
 
 
 def modules() -> dict[str, Path]:

@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from art_backends.child import log_tail
 from art_backends.client import Client
 from art_backends.config import TrainConfig
 from art_backends.errors import ServerError, revive
 
 START_DEADLINE = 1800.0  # seconds; the first start may download a base model
 STOP_DEADLINE = 30.0  # seconds
-LOG_TAIL = 2000  # characters
 
 
 class LocalBackend:
@@ -90,13 +90,13 @@ class LocalBackend:
             async with asyncio.timeout(START_DEADLINE):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise ServerError(f"the server did not start in {START_DEADLINE:.0f} s; {_tail(log_file)}") from None
+            raise ServerError(f"the server did not start in {START_DEADLINE:.0f} s; {log_tail(log_file)}") from None
         try:
             said = json.loads(line)
         except ValueError:
             said = None
         if not isinstance(said, dict):
-            raise ServerError(f"the server ended before it was ready; {_tail(log_file)}")
+            raise ServerError(f"the server ended before it was ready; {log_tail(log_file)}")
         if not said.get("ready"):
             raise revive(str(said.get("type")), str(said.get("message")))
         self.url = said["url"]
@@ -119,8 +119,3 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-
-
-def _tail(log_file: Path) -> str:
-    text = log_file.read_text(errors="replace")[-LOG_TAIL:].strip()
-    return f"end of {log_file}:\n{text}" if text else f"{log_file} is empty"

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from art_backends.child import when_input_ends
 from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ConfigError, EngineError, ServerError, StoreError
 from art_backends.proxy.app import Proxy
@@ -335,17 +336,9 @@ def _told_to_stop(stop: asyncio.Event, exit_with_parent: bool) -> Iterator[None]
     for number in signals:
         loop.add_signal_handler(number, stop.set)
     if exit_with_parent:
-        threading.Thread(target=_watch_input, args=(loop, stop), name="parent", daemon=True).start()
+        when_input_ends(loop, stop.set)
     try:
         yield
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-def _watch_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    with contextlib.suppress(RuntimeError):  # the loop has ended already
-        loop.call_soon_threadsafe(stop.set)

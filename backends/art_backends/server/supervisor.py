@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from art_backends.child import log_tail
 from art_backends.errors import ArtError, ServerError, revive
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ DEATH_WINDOW = 300.0  # seconds
 FIRST_PAUSE = 0.2  # seconds before the first restart; twice as long before each further one
 LONGEST_PAUSE = 10.0
 STOP_GRACE = 15.0  # seconds between SIGTERM and SIGKILL
-LOG_TAIL = 2000  # characters
 
 # glibc gives large blocks back to the kernel at once and faults them in again: keeping them made training on a CPU
 # 1.4 to 1.7 times faster (measured with a 135M model).
@@ -216,11 +216,7 @@ class Supervisor:
             await asyncio.gather(self._reader, return_exceptions=True)
 
     def _tail(self) -> str:
-        try:
-            text = self._log_file.read_text(errors="replace")[-LOG_TAIL:].strip()
-        except OSError:
-            text = ""
-        return f"end of {self._log_file}:\n{text}" if text else f"{self._log_file} is empty"
+        return log_tail(self._log_file)
 
 
 async def _drain(output: asyncio.StreamReader) -> None:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import transformers
 import uvicorn
 from starlette.applications import Starlette
 
+from art_backends.child import when_input_ends
 from art_backends.engines.embedded.app import create_app
 from art_backends.engines.embedded.convert import gguf_to_safetensors
 from art_backends.engines.embedded.core import Engine
@@ -133,16 +133,7 @@ class _Server(uvicorn.Server):
 async def _serve(app: Starlette, uds: Path, said: dict[str, Any]) -> None:
     config = uvicorn.Config(app, uds=str(uds), access_log=False, log_config=None, timeout_graceful_shutdown=5)
     server = _Server(config, said)
-    loop = asyncio.get_running_loop()
-
-    def watch_input() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            loop.call_soon_threadsafe(setattr, server, "should_exit", True)
-
-    threading.Thread(target=watch_input, name="parent", daemon=True).start()
+    when_input_ends(asyncio.get_running_loop(), lambda: setattr(server, "should_exit", True))
     await server.serve()
 
 
