@@ -53,6 +53,9 @@ class TrainConfig(BaseModel):
         None, ge=0, le=1, description="stop when the sampled success of a step reaches this (needs a success metric)"
     )
     target_steps: int = Field(2, ge=1, description="steps in a row that must reach target_success")
+    shuffle: bool = Field(
+        True, description="draw the scenarios in an order of their own per epoch and seed, or take them as they stand"
+    )
     seed: int = Field(0, description="seed of scenario order, sampling and adapter initialisation")
 
     # sampling in training rollouts

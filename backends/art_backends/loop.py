@@ -222,12 +222,14 @@ class _Loop:
     def _slots(self, step: int) -> list[Slot]:
         slots = []
         seen: Counter[str] = Counter()
-        for index in order(self._config.seed, step, self._config.groups_per_step, len(self._scenarios)):
+        config = self._config
+        chosen = order(config.seed, step, config.groups_per_step, len(self._scenarios), shuffle=config.shuffle)
+        for index in chosen:
             scenario = self._scenarios[index]
             seen[scenario.id] += 1
             # A scenario that comes twice in a step is two groups, each with its own mean.
             group = scenario.id if seen[scenario.id] == 1 else f"{scenario.id}#{seen[scenario.id]}"
-            for sample in range(self._config.group_size):
+            for sample in range(config.group_size):
                 slots.append(Slot(Purpose.TRAIN, step, group, sample, scenario, self._version))
         return slots
 

@@ -77,14 +77,18 @@ def split(scenarios: list[Scenario], fraction: float, seed: int) -> tuple[list[S
     return [s for s in scenarios if s.id not in chosen], [s for s in scenarios if s.id in chosen]
 
 
-def order(seed: int, step: int, groups_per_step: int, count: int) -> list[int]:
+def order(seed: int, step: int, groups_per_step: int, count: int, *, shuffle: bool = True) -> list[int]:
     """Indices (0 ≤ i < count) of the scenarios of a training step (from 1), ``groups_per_step`` of them.
 
-    Steps read one endless stream of epochs, each a fresh permutation of all scenarios; a step may span two epochs.
+    Steps read one endless stream of epochs; a step may span two. Each epoch is a fresh permutation of all scenarios,
+    or, without ``shuffle``, the scenarios as they were given: whoever knows the kinds of tasks can so put some of
+    each kind into every step, which keeps an update from favouring the kind that happened to come.
     """
     if step < 1 or groups_per_step < 1 or count < 1:
         raise ScenarioError(f"no order for step {step}, {groups_per_step} groups per step, {count} scenarios")
     first = (step - 1) * groups_per_step
+    if not shuffle:
+        return [at % count for at in range(first, first + groups_per_step)]
     return [_permutation(seed, at // count, count)[at % count] for at in range(first, first + groups_per_step)]
 
 

@@ -101,13 +101,17 @@ PROMPT = [
     AIMessage("", tool_calls=[{"name": "product_stock", "args": {"product": "gold ring"}, "id": "example-1"}]),
     ToolMessage("52", tool_call_id="example-1"),
     AIMessage("We have 52."),
+    HumanMessage("Where is Jo Roe from?"),
+    AIMessage("", tool_calls=[{"name": "customer_city", "args": {"name": "Jo Roe"}, "id": "example-2"}]),
+    ToolMessage("Tokyo", tool_call_id="example-2"),
+    AIMessage("The city is Tokyo."),
     HumanMessage("When is order 812 coming?"),
-    AIMessage("", tool_calls=[{"name": "order_arrival", "args": {"order": "812"}, "id": "example-2"}]),
-    ToolMessage("30 May", tool_call_id="example-2"),
+    AIMessage("", tool_calls=[{"name": "order_arrival", "args": {"order": "812"}, "id": "example-3"}]),
+    ToolMessage("30 May", tool_call_id="example-3"),
     AIMessage("It arrives on 30 May."),
     HumanMessage("Which number has Kim Doe?"),
-    AIMessage("", tool_calls=[{"name": "customer_phone", "args": {"name": "Kim Doe"}, "id": "example-3"}]),
-    ToolMessage("555-100", tool_call_id="example-3"),
+    AIMessage("", tool_calls=[{"name": "customer_phone", "args": {"name": "Kim Doe"}, "id": "example-4"}]),
+    ToolMessage("555-100", tool_call_id="example-4"),
     AIMessage("The number is 555-100."),
 ]
 
@@ -124,7 +128,7 @@ builder.add_node("tools", ToolNode(TOOLS))
 builder.add_edge(START, "agent")
 builder.add_conditional_edges("agent", tools_condition)
 builder.add_edge("tools", "agent")
-graph = builder.compile().with_config(recursion_limit=6)
+graph = builder.compile().with_config(recursion_limit=4)  # one lookup, one answer
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def main() -> int:
     try:
         report = art_langgraph.train(
             graph,
-            scenarios=make(600, held_out=False),
+            scenarios=make(600, held_out=False, seed=options.seed),
             held_out=make(options.held_out, held_out=True),
             reward=score,
             folder=options.folder,

@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "eval_every": 2,
     "target_success": 0.9,
     "target_steps": 4,
+    "shuffle": False,
     "seed": 11,
     "temperature": 0.5,
     "top_p": 0.75,

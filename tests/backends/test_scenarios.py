@@ -114,6 +114,11 @@ def test_seeds_and_epochs_differ():
     assert order(0, 1, 30, 30) != order(0, 2, 30, 30)
 
 
+def test_without_shuffling_the_scenarios_come_as_they_stand():
+    steps = [order(7, step, 4, 10, shuffle=False) for step in (1, 2, 3)]
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
 def test_the_order_is_the_same_in_every_process():
     code = "from art_backends.scenarios import order; print(order(3, 5, 4, 11))"
     said = {

@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from art_backends.errors import TrainingError
 from art_backends.training.requests import StepOutcome, StepRequest
+from art_backends.worker.memory import give_back
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +113,7 @@ class Jobs:
     async def _run(self, job: Job, step: StepRequest) -> None:
         loop = asyncio.get_running_loop()
         try:
-            job.outcome = await loop.run_in_executor(
-                self._executor, self._trainer.step, step, job.progress, self._closing.is_set
-            )
+            job.outcome = await loop.run_in_executor(self._executor, self._make, job, step)
         except TrainingError as error:
             job.error = {"type": type(error).__name__, "message": str(error)}
         except Exception as error:  # noqa: BLE001 - boundary: a job's failure is its report, the engine must live on
@@ -123,6 +122,12 @@ class Jobs:
         finally:
             self._running = None
             job.finished.set()
+
+    def _make(self, job: Job, step: StepRequest) -> StepOutcome:
+        try:
+            return self._trainer.step(step, job.progress, self._closing.is_set)
+        finally:
+            give_back()
 
     async def _report(self, request: Request) -> Response:
         job = self._jobs.get(request.path_params["job"])
