@@ -167,9 +167,7 @@ def by_calls(model: Any, batches: Sequence[Sequence[sequences.Sample]], plan: ad
             size = len(sample.tokens)
             ids[row, :size] = torch.from_numpy(sample.tokens)
             mask[row, :size] = 1
-            weight[row, sample.start - 1 : size - 1] = (
-                plan.advantage[sample.rollout_id] * plan.weight[sample.rollout_id]
-            )
+            weight[row, sample.start - 1 : size - 1] = plan.of(sample) * plan.weight[sample.rollout_id]
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
         logprobs = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None]).squeeze(2)
         ratio = torch.exp(logprobs - logprobs.detach())
@@ -196,7 +194,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = TrainConfig(pack_tokens=args.pack_tokens)
     groups = SHAPES[args.shape](args.groups, args.rollouts, random.Random(3))
     built = sequences.build(groups)
-    plan = advantages.plan(built, scale=config.scale_rewards, normalization=config.loss_normalization)
+    plan = advantages.plan(built, config)
     forest = sequences.forest(plan.groups)
     base = make_base(args.layers)
     usual = None if args.only_tree else with_lora(copy.deepcopy(base), config)

@@ -69,25 +69,52 @@ class TrainConfig(BaseModel):
     # the adapter
     rank: int = Field(8, ge=1, le=1024, description="LoRA rank")
     alpha: float = Field(16.0, gt=0, description="LoRA alpha (scale = alpha / rank)")
+    rslora: bool = Field(False, description="scale by alpha / √rank instead")
     target_modules: list[str] = Field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         description="linear modules that get an adapter",
     )
 
     # the optimizer
-    learning_rate: float = Field(1e-3, gt=0, description="learning rate of AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    optimizer: Literal["adamw", "adafactor", "sgd"] = Field(
+        "adamw", description="of torch.optim (sgd has momentum 0.9)"
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate falls to 0 over the steps of the run"
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises to its value")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay, decoupled")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
 
+    # the advantage
+    baseline: Literal["mean", "leave_one_out"] = Field(
+        "mean", description="what is subtracted from a reward: the group's mean (GRPO), or that of the others (RLOO)"
+    )
+    scale_rewards: bool = Field(False, description="divide advantages by the group's standard deviation + 1e-4")
+
     # the loss
+    objective: Literal["clip", "cispo", "gspo", "gspo_token"] = Field(
+        "clip", description="PPO's clip of each token's ratio, CISPO, or the clip of each answer's ratio (GSPO)"
+    )
     epsilon_low: float = Field(0.2, gt=0, lt=1, description="lower clip of the ratio")
     epsilon_high: float = Field(0.2, gt=0, description="upper clip of the ratio")
-    importance_cap: float = Field(2.0, gt=0, description="cap of the sampler-to-trainer importance weight")
-    scale_rewards: bool = Field(False, description="divide advantages by the group's standard deviation + 1e-4")
-    loss_normalization: Literal["batch_tokens", "rollout_tokens"] = Field(
-        "batch_tokens", description="divide by all trained tokens of the batch, or per rollout and then by rollouts"
+    importance: Literal["truncate", "mask", "off"] = Field(
+        "truncate",
+        description="weight of a token by trainer ÷ sampler: capped, 0 outside of floor and cap, or always 1",
     )
+    importance_cap: float = Field(2.0, gt=0, description="cap of the sampler-to-trainer importance weight")
+    importance_floor: float = Field(0.0, ge=0, description="with importance=mask: tokens below it do not train either")
+    loss_normalization: Literal["batch_tokens", "rollout_tokens", "constant"] = Field(
+        "batch_tokens",
+        description="divide by all trained tokens of the batch, or per rollout and then by rollouts, or by rollouts × "
+        "normalization_tokens",
+    )
+    normalization_tokens: int = Field(256, ge=1, description="with loss_normalization=constant: tokens of a rollout")
     kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference); reference: version 0")
+    kl_estimator: Literal["k3", "k1"] = Field(
+        "k3", description="k3: added to the loss; k1: subtracted from each token's advantage"
+    )
     updates_per_batch: int = Field(1, ge=1, le=64, description="optimizer updates per batch")
     pack_tokens: int = Field(4096, ge=64, description="most tokens computed in one forward and backward pass")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
@@ -103,6 +130,8 @@ class TrainConfig(BaseModel):
     def _check(self) -> TrainConfig:
         if not self.target_modules:
             raise ValueError("target_modules is empty: name at least one linear module")
+        if self.importance_floor >= self.importance_cap:
+            raise ValueError("importance_floor must be below importance_cap")
         return self
 
 

@@ -146,7 +146,11 @@ class Trajectory(Record):
 
     rollout_id: str
     reward: float
+    node_rewards: dict[str, float] = Field(default_factory=dict)  # for the calls of single nodes, instead of reward
     calls: list[Call]
+
+
+NODE_PART = "node/"  # a part of a reward so named is the reward of the node whose name follows
 
 
 class TrajectoryGroup(Record):
@@ -160,4 +164,7 @@ def trajectory(rollout: Rollout) -> Trajectory | None:
     """The rollout as training sees it, or None if it is open, faulty or has no reward."""
     if not rollout.closed or rollout.fault is not None or rollout.reward is None:
         return None
-    return Trajectory(rollout_id=rollout.id, reward=rollout.reward, calls=rollout.calls)
+    nodes = {
+        name.removeprefix(NODE_PART): value for name, value in rollout.metrics.items() if name.startswith(NODE_PART)
+    }
+    return Trajectory(rollout_id=rollout.id, reward=rollout.reward, node_rewards=nodes, calls=rollout.calls)

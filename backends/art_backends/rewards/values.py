@@ -1,7 +1,8 @@
 """What a reward function is given and what may come back from it.
 
 A reward gets a ``Run`` and returns a number, or named parts: a mapping with ``"reward"`` and other numbers, which
-become metrics (``"success"``, 0 or 1, is understood by the reports). It may be async.
+become metrics (``"success"``, 0 or 1, is understood by the reports; ``"node/NAME"`` is the reward of the calls that
+the graph's node NAME makes, instead of ``"reward"``). It may be async.
 
 It refuses to repair: None, NaN, infinity, text, lists and mappings without ``"reward"`` are a RewardError that says
 what came back. No value is ever replaced by 0.

@@ -61,6 +61,7 @@ def attach(base: Any, config: TrainConfig) -> Any:
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT computes with floats as well
+        use_rslora=config.rslora,
         target_modules=sorted(config.target_modules),
         lora_dropout=0.0,
         bias="none",
@@ -113,10 +114,11 @@ def initialise(model: Any, seed: int) -> None:
 
 def put(model: Any, files: AdapterFiles, config: TrainConfig) -> None:
     """Load a checked adapter into PEFT's model. Raises AdapterError if it is of another rank, alpha or shape."""
-    if files.rank != config.rank or float(files.config["lora_alpha"]) != config.alpha:
+    theirs = (files.rank, float(files.config["lora_alpha"]), bool(files.config.get("use_rslora")))
+    if theirs != (config.rank, config.alpha, config.rslora):
         raise AdapterError(
-            f"the adapter has rank {files.rank} and alpha {files.config['lora_alpha']}, the configuration "
-            f"rank {config.rank} and alpha {config.alpha}: keep the settings the run began with"
+            "the adapter has rank {}, alpha {:g}, rslora {}, the configuration {}, {:g}, {}: keep the settings the run "
+            "began with".format(*theirs, config.rank, config.alpha, config.rslora)
         )
     wanted = parameters(model)
     different = sorted(set(wanted) ^ set(files.tensors))
@@ -165,7 +167,7 @@ def write(folder: Path, model: Any, config: TrainConfig) -> None:
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},
-        "use_rslora": False,
+        "use_rslora": config.rslora,
         "use_dora": False,
     }
     versions.write_file(folder / CONFIG, versions.encode_json(settings))

@@ -190,8 +190,9 @@ def _probe_pack(ids: Ints, positions: Ints, parents: Ints | None, at: Ints, toke
         query_token=tokens,
         query_temperature=np.ones(len(at)),
         occurrence_query=np.zeros(0, dtype=np.int64),
-        occurrence_rollout=[],
+        occurrence_sample=np.zeros(0, dtype=np.int64),
         occurrence_logprob=np.zeros(0),
+        samples=(),
     )
 
 

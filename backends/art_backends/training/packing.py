@@ -4,7 +4,7 @@ A *tree pack* is one row holding a piece of the batch's prefix forest: each dist
 id, its parent's index beside it (from which follows what it sees). Groups share what their samples share: a system
 prompt stands there once. A *plain pack* is one row per branch, padded on the right, for models that cannot be taught
 the tree. Both ask for the same logprobs: *queries* (where, which token, at
-which temperature) and *occurrences* (which rollout sampled it, with which recorded logprob).
+which temperature) and *occurrences* (in which sample, with which recorded logprob).
 
 Numpy only. It refuses to cut a sequence: one that is longer than the budget makes a pack of its own, since a token
 without its context would be another token.
@@ -29,8 +29,8 @@ class Pack:
     None for a plain one, whose ``lengths`` [rows] say where padding begins. ``tokens``: tokens without padding.
 
     Queries, [Q]: ``query_at`` is the flat index (row · length + column) of the token whose logits predict
-    ``query_token``. Occurrences, [M]: ``occurrence_query`` points into the queries, ``occurrence_rollout`` names the
-    rollout, ``occurrence_logprob`` is the sampler's.
+    ``query_token``. Occurrences, [M]: ``occurrence_query`` points into the queries, ``occurrence_sample`` into the
+    pack's ``samples``, ``occurrence_logprob`` is the sampler's. All sampled tokens of a sample stand in one pack.
     """
 
     input_ids: Ints
@@ -42,8 +42,9 @@ class Pack:
     query_token: Ints
     query_temperature: Floats
     occurrence_query: Ints
-    occurrence_rollout: list[str]
+    occurrence_sample: Ints
     occurrence_logprob: Floats
+    samples: tuple[Sample, ...]
 
     def ancestors(self) -> npt.NDArray[np.bool_]:
         """Mask [length, length] of a tree pack: row i is true where a token is i itself or one of its ancestors."""
@@ -64,7 +65,8 @@ class _Questions:
     def __init__(self) -> None:
         self._index: dict[tuple[int, int, float], int] = {}
         self._query: list[int] = []
-        self._rollout: list[str] = []
+        self._samples: list[Sample] = []
+        self._sample: list[int] = []
         self._logprob: list[float] = []
 
     def add(self, sample: Sample, places: Sequence[int]) -> None:
@@ -73,8 +75,9 @@ class _Questions:
         for depth, logprob in zip(range(sample.start, len(tokens)), sample.logprobs.tolist(), strict=True):
             query = (places[depth - 1], tokens[depth], sample.temperature)
             self._query.append(self._index.setdefault(query, len(self._index)))
-            self._rollout.append(sample.rollout_id)
+            self._sample.append(len(self._samples))
             self._logprob.append(logprob)
+        self._samples.append(sample)
 
     def pack(self, ids: Ints, positions: Ints, parents: Ints | None, lengths: Sequence[int]) -> Pack:
         """The finished pack."""
@@ -89,8 +92,9 @@ class _Questions:
             query_token=np.asarray([item[1] for item in queries], dtype=np.int64),
             query_temperature=np.asarray([item[2] for item in queries], dtype=np.float64),
             occurrence_query=np.asarray(self._query, dtype=np.int64),
-            occurrence_rollout=self._rollout,
+            occurrence_sample=np.asarray(self._sample, dtype=np.int64),
             occurrence_logprob=np.asarray(self._logprob, dtype=np.float64),
+            samples=tuple(self._samples),
         )
 
 

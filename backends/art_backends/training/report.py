@@ -30,7 +30,7 @@ def call_tokens(groups: Sequence[SequenceGroup], plan: Plan) -> dict[str, list[C
                     call=answer.call_id,
                     choice=answer.choice,
                     trained=trained,
-                    advantage=plan.advantage.get(answer.rollout_id, 0.0),
+                    advantage=plan.at(answer.rollout_id, answer.node),
                     excluded=reason,
                 )
             )

@@ -45,6 +45,7 @@ class Sample:
     logprobs: Floats
     temperature: float
     key: bytes
+    node: str | None = None  # of the agent's program, which may have a reward of its own
 
     @property
     def trained(self) -> int:
@@ -61,6 +62,7 @@ class Answer:
     choice: int
     sample: Sample | None
     reason: str | None
+    node: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class SequenceGroup:
     name: str
     rewards: dict[str, float]  # of usable rollouts, sorted by id
     unusable: tuple[str, ...]  # rollouts whose reward is not finite
+    node_rewards: dict[str, dict[str, float]]  # of nodes with rewards of their own: by node, then rollout id
     answers: tuple[Answer, ...]  # by rollout id, then in the order of the calls
     samples: tuple[Sample, ...]  # sorted by token ids, then rollout id, call, choice
 
@@ -103,7 +106,12 @@ def _build_group(group: TrajectoryGroup, limit: int) -> SequenceGroup:
     answers = tuple(answer for item in trajectories for answer in _answers(item, limit, item.rollout_id in usable))
     samples = [answer.sample for answer in answers if answer.sample is not None]
     unusable = tuple(item.rollout_id for item in trajectories if item.rollout_id not in usable)
-    return SequenceGroup(group.group, usable, unusable, answers, tuple(sorted(samples, key=_in_tree)))
+    nodes: dict[str, dict[str, float]] = {}
+    for item in trajectories:
+        for node, reward in sorted(item.node_rewards.items()):
+            if item.rollout_id in usable and math.isfinite(reward):
+                nodes.setdefault(node, {})[item.rollout_id] = reward
+    return SequenceGroup(group.group, usable, unusable, nodes, answers, tuple(sorted(samples, key=_in_tree)))
 
 
 def _in_tree(sample: Sample) -> tuple[bytes, str, int, int]:
@@ -121,7 +129,7 @@ def _answers(trajectory: Trajectory, limit: int, usable: bool) -> Iterable[Answe
         for choice in call.choices or [Choice()]:
             reason = exclusion(call, choice, limit) if usable else "reward_not_finite"
             sample = None if reason is not None else _sample(trajectory.rollout_id, order, call, choice)
-            yield Answer(trajectory.rollout_id, call.id, choice.index, sample, reason)
+            yield Answer(trajectory.rollout_id, call.id, choice.index, sample, reason, call.node.name)
 
 
 def exclusion(call: Call, choice: Choice, limit: int = _TOKEN_LIMIT) -> str | None:
@@ -160,6 +168,7 @@ def _sample(rollout_id: str, order: int, call: Call, choice: Choice) -> Sample:
         logprobs=np.asarray(choice.logprobs, dtype=np.float64),
         temperature=call.sampling.temperature,
         key=tokens.astype(">u4").tobytes(),  # big-endian: bytes sort as the ids do
+        node=call.node.name,
     )
 
 

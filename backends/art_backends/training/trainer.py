@@ -77,7 +77,7 @@ class Trainer:
         self._check(request)
         config = request.config
         groups = sequences.build(request.groups, vocabulary=self._vocabulary())
-        plan = advantages.plan(groups, scale=config.scale_rewards, normalization=config.loss_normalization)
+        plan = advantages.plan(groups, config)
         tokens = report.call_tokens(groups, plan)
         committed = self._already(request, tokens)
         if committed is not None:
@@ -142,7 +142,7 @@ class Trainer:
         metrics["computed_to_unique_tokens"] = computed / unique
         metrics["packs"] = float(len(packs))
         loaded.use_checkpointing(config.gradient_checkpointing)
-        optimizer.configure(loaded.optimizer, config)
+        optimizer.configure(loaded.optimizer, config, request.step)
         parameters = adapters.parameters(loaded.model)
         return Updates(
             forward=loaded.forward,
@@ -265,7 +265,7 @@ class Trainer:
     def _load(self, request: StepRequest) -> _Loaded:
         """Adapter and optimizer of ``from_version``, from memory if they are there."""
         config = request.config
-        shape = (config.rank, config.alpha, tuple(sorted(config.target_modules)))
+        shape = (config.rank, config.alpha, config.rslora, tuple(sorted(config.target_modules)))
         loaded = self._loaded
         if loaded is not None and loaded.shape != shape:
             self._plain = adapters.detach(loaded.model)
@@ -273,9 +273,11 @@ class Trainer:
         if loaded is None:
             model = adapters.attach(self._base(), config)
             loaded = self._loaded = _Loaded(model, Forward(model, self._device, self._dtype), config, shape)
-        if request.from_version > 0 and loaded.version == request.from_version:
+        same = loaded.version == request.from_version and loaded.kind == config.optimizer
+        if request.from_version > 0 and same:
             return loaded
         loaded.version = None
+        loaded.kind = config.optimizer
         loaded.optimizer = optimizer.make(adapters.parameters(loaded.model), config)
         if request.from_version == 0:
             adapters.initialise(loaded.model, config.seed)
@@ -284,7 +286,7 @@ class Trainer:
         if versions.read_version(self._folder, self._policy, request.from_version) is None:
             raise AdapterError(f"{path}: the version to train from is not there or not readable")
         adapters.put(loaded.model, adapters.read(path, base_digest=self._base_digest), config)
-        optimizer.restore(path, loaded.optimizer, adapters.parameters(loaded.model))
+        optimizer.restore(path, loaded.optimizer, adapters.parameters(loaded.model), config)
         loaded.version = request.from_version
         return loaded
 
@@ -302,6 +304,7 @@ class _Loaded:
         self.model = model
         self.forward = forward
         self.shape = shape
+        self.kind = config.optimizer
         self.optimizer = optimizer.make(adapters.parameters(model), config)
         self.version: int | None = None
         self._can_recompute = False

@@ -110,18 +110,16 @@ class Updates:
             if old is None:
                 old = self._old[index] = new.detach()  # the first update: π_old is π_θ
             which = self._tensor(pack.occurrence_query)
-            terms = losses.policy_loss(
-                new[which],
-                old[which],
-                self._tensor(pack.occurrence_logprob),
-                self._by_rollout(pack, self._plan.advantage),
-                self._by_rollout(pack, self._plan.weight),
-                epsilon_low=self._config.epsilon_low,
-                epsilon_high=self._config.epsilon_high,
-                cap=self._config.importance_cap,
+            tokens = losses.Tokens(
+                new=new[which],
+                old=old[which],
+                sampled=self._tensor(pack.occurrence_logprob),
+                advantage=self._by_sample(pack, [self._plan.of(sample) for sample in pack.samples]),
+                weight=self._by_sample(pack, [self._plan.weight[sample.rollout_id] for sample in pack.samples]),
+                answer=self._tensor(pack.occurrence_sample),
                 reference=None if reference is None else reference[which],
-                kl_coefficient=self._config.kl_coefficient,
             )
+            terms = losses.policy_loss(tokens, self._config)
             terms.loss.backward()  # type: ignore[no-untyped-call]
         return terms
 
@@ -151,8 +149,8 @@ class Updates:
             values.append(losses.kl_of_step(new[which], cast(Tensor, old)[which]).double())
         return float(torch.cat(values).mean())
 
-    def _by_rollout(self, pack: Pack, values: Mapping[str, float]) -> Tensor:
-        return self._tensor(np.asarray([values[rollout] for rollout in pack.occurrence_rollout], dtype=np.float64))
+    def _by_sample(self, pack: Pack, values: Sequence[float]) -> Tensor:
+        return self._tensor(np.asarray(values, dtype=np.float64)[pack.occurrence_sample])
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -172,7 +170,7 @@ class Updates:
         metrics = {
             "loss": report.mean(update.loss for update in seen),
             "grad_norm": report.mean(update.grad_norm for update in seen),
-            "learning_rate": self._config.learning_rate,
+            "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
             "clip_ratio/low_mean": report.mean(update.share("clipped_low") for update in seen),
             "clip_ratio/high_mean": report.mean(update.share("clipped_high") for update in seen),
         }
@@ -183,11 +181,11 @@ class Updates:
         weights: list[Floats] = []
         for pack, logprobs in zip(self._packs, self._old, strict=True):
             if logprobs is not None:
-                mine = logprobs.double().cpu().numpy()[pack.occurrence_query]
-                old.append(mine)
+                mine = logprobs.double().cpu()[torch.from_numpy(pack.occurrence_query)]
+                theirs = torch.from_numpy(pack.occurrence_logprob)
+                old.append(mine.numpy())
                 sampled.append(pack.occurrence_logprob)
-                difference = np.minimum(mine - pack.occurrence_logprob, 700.0)  # exp stays finite
-                weights.append(np.minimum(np.exp(difference), self._config.importance_cap))
+                weights.append(losses.importance(mine, theirs, self._config).numpy())
         if old:
             metrics.update(
                 report.importance_metrics(np.concatenate(old), np.concatenate(sampled), np.concatenate(weights))

@@ -170,11 +170,28 @@ def test_a_fresh_adapter_is_the_base_model_and_depends_on_the_seed_only():
     assert all(item.any() for name, item in first_one.items() if "lora_A" in name)
 
 
-def test_optimizer_state_survives_byte_for_byte(tmp_path, make_trainer, good):
-    trainer = make_trainer()
-    state = trainer._load(make_request(tmp_path / "versions", rich_batch(), 1))
-    optimizer.write(tmp_path, state.optimizer, adapters.parameters(state.model))
-    assert (tmp_path / optimizer.FILE).read_bytes() == (good / optimizer.FILE).read_bytes()
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
+def test_optimizer_state_survives_byte_for_byte(kind, tmp_path, make_trainer):
+    """A trainer that goes on and one that was started anew make the same third version."""
+    for folder, anew in ((tmp_path / "one", False), (tmp_path / "two", True)):
+        trainer = make_trainer(folder)
+        for version in range(3):
+            if anew:
+                trainer = make_trainer(folder)
+            trainer.step(make_request(folder, rich_batch(), version, optimizer=kind))
+    for name in (optimizer.FILE, "adapter_model.safetensors"):
+        assert (tmp_path / "one/policy@3" / name).read_bytes() == (tmp_path / "two/policy@3" / name).read_bytes()
+    assert load_file(tmp_path / "one/policy@3" / optimizer.FILE)
+
+
+def test_another_optimizer_than_the_run_began_with_is_refused(good, make_trainer, tmp_path):
+    with pytest.raises(AdapterError, match="another optimizer than sgd"):
+        make_trainer()._load(make_request(tmp_path / "versions", rich_batch(), 1, optimizer="sgd"))
+
+
+def test_another_scale_than_the_run_began_with_is_refused(good, make_trainer, tmp_path):
+    with pytest.raises(AdapterError, match="rslora False, the configuration 4, 8, True"):
+        make_trainer()._load(make_request(tmp_path / "versions", rich_batch(), 1, rslora=True))
 
 
 @pytest.mark.parametrize(

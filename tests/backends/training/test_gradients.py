@@ -42,6 +42,7 @@ class Frozen:
 
     def __init__(self, parameters):
         self.parameters = parameters
+        self.param_groups = [{"lr": 0.0}]
         self.gradients = []
 
     def zero_grad(self, set_to_none):
@@ -55,7 +56,7 @@ class Frozen:
 def packed(state, config, groups, old=None, make=packing.tree_packs):
     """Gradients and metrics as the trainer computes them; ``old`` shifts log π_old of every query."""
     sequences = build(groups)
-    batch = plan(sequences, scale=config.scale_rewards, normalization=config.loss_normalization)
+    batch = plan(sequences, config)
     packs = make(batch.groups, config.pack_tokens)
     parameters = adapters.parameters(state.model)
     frozen = Frozen(parameters)
@@ -94,6 +95,13 @@ def naive(state, config, groups, old=None):
         average = sum(rewards) / len(rewards)
         deviation = float(np.std(rewards, ddof=1)) + 1e-4 if config.scale_rewards else 1.0
         kept += [(item, (item.reward - average) / deviation) for item in group.trajectories]
+    if config.baseline == "leave_one_out":
+        others = {  # of each rollout: the mean of the rest of its group
+            item.rollout_id: [other.reward for other in group.trajectories if other is not item]
+            for group in groups
+            for item in group.trajectories
+        }
+        kept = [(item, item.reward - sum(others[item.rollout_id]) / len(others[item.rollout_id])) for item, _ in kept]
     counts = {
         item.rollout_id: sum(len(choice.token_ids) for call in item.calls for choice in call.choices)
         for item, _ in kept
@@ -105,16 +113,23 @@ def naive(state, config, groups, old=None):
                 new = plain_logprobs(model, call, choice)
                 shift = torch.tensor([old(token) if old else 0.0 for token in choice.token_ids])
                 before = new.detach() + shift
-                ratio = torch.exp(new - before)
-                weight = torch.exp(before - torch.tensor(choice.logprobs)).clamp(max=config.importance_cap)
+                ratio = torch.exp((new - before).mean() if config.objective == "gspo" else new - before)
+                weight = torch.exp(before - torch.tensor(choice.logprobs))
+                if config.importance == "mask":
+                    weight = weight * ((weight <= config.importance_cap) & (weight >= config.importance_floor))
+                weight = weight.clamp(max=config.importance_cap)
                 clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
                 terms = -weight * torch.minimum(ratio * advantage, clipped * advantage)
+                if config.objective == "cispo":
+                    terms = -weight * ratio.clamp(max=1 + config.epsilon_high).detach() * advantage * new
                 if config.kl_coefficient:
                     with torch.no_grad(), disabled(model):
                         reference = plain_logprobs(model, call, choice)
                     terms = terms + config.kl_coefficient * (torch.exp(reference - new) - (reference - new) - 1)
                 if config.loss_normalization == "batch_tokens":
                     total = total + terms.sum() / sum(counts.values())
+                elif config.loss_normalization == "constant":
+                    total = total + terms.sum() / (len(kept) * config.normalization_tokens)
                 else:
                     total = total + terms.sum() / counts[item.rollout_id] / len(kept)
     total.backward()
@@ -137,6 +152,12 @@ CASES = {
     "on policy": {},
     "std": {"scale_rewards": True},
     "per rollout": {"loss_normalization": "rollout_tokens"},
+    "dr grpo": {"loss_normalization": "constant", "normalization_tokens": 16},
+    "rloo": {"baseline": "leave_one_out"},
+    "dapo": {"epsilon_high": 0.28, "scale_rewards": True},
+    "cispo": {"objective": "cispo", "epsilon_high": 0.3},
+    "gspo": {"objective": "gspo", "epsilon_low": 0.05, "epsilon_high": 0.05, "loss_normalization": "rollout_tokens"},
+    "masked": {"importance": "mask", "importance_cap": 3.0, "importance_floor": 0.2},
     "kl": {"kl_coefficient": 0.3},
     "everything": {
         "scale_rewards": True,
@@ -163,7 +184,7 @@ def test_gradients_equal_one_row_per_call(case, old, make_trainer, tmp_path):
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     if old is not None:
-        assert metrics["clip_ratio/low_mean"] > 0
+        assert (metrics["clip_ratio/low_mean"] > 0) == (config.objective != "cispo")
         assert metrics["clip_ratio/high_mean"] > 0
 
 

@@ -26,9 +26,10 @@ def asked(packs: list[Pack]) -> list[tuple]:
     """Every occurrence with the whole context that its logprob will be computed from."""
     found = []
     for pack in packs:
-        for query, rollout, logprob in zip(
-            pack.occurrence_query, pack.occurrence_rollout, pack.occurrence_logprob, strict=True
+        for query, sample, logprob in zip(
+            pack.occurrence_query, pack.occurrence_sample, pack.occurrence_logprob, strict=True
         ):
+            rollout = pack.samples[sample].rollout_id
             context = tuple(path(pack, int(pack.query_at[query])))
             found.append(
                 (context, int(pack.query_token[query]), rollout, float(logprob), float(pack.query_temperature[query]))
@@ -110,7 +111,8 @@ def test_packs_are_the_same_whatever_the_order_of_the_groups():
     first = tree_packs(build(common_batch()), 70)
     second = tree_packs(build(common_batch()[::-1])[::-1], 70)
     for one, other in zip(first, second, strict=True):
-        for name in vars(one):
+        assert [s.key for s in one.samples] == [s.key for s in other.samples]
+        for name in vars(one).keys() - {"samples"}:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
