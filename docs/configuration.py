@@ -43,8 +43,8 @@ assert config.rank == 8
 art-langgraph train my_app:graph --scenarios tasks.jsonl --reward my_rewards:score --config art.toml --group-size 16
 ```
 
-When a run is resumed, `name`, `rank`, `alpha`, `target_modules`, the base model and the chat template must be what they
-were.
+When a run is resumed, `name`, `rank`, `alpha`, `rslora`, `target_modules`, `optimizer`, the base model and the chat
+template must be what they were.
 
 | setting | value | default | what it does |
 |---|---|---|---|

@@ -31,6 +31,7 @@ FLOORS = {
     "child": 2,
     "loop": 3,
     "rollouts": 3,
+    "batches": 3,
     "summary": 3,
     "proxy": 3,
     "training": 3,
@@ -44,11 +45,12 @@ FLOORS = {
     "art_mcp": 5,
 }
 SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
-SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}  # the loop's own helpers
+SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
+SIDEWAYS |= {("loop", "batches"), ("batches", "rollouts"), ("batches", "summary")}  # the loop's own helpers
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
-LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child"}
+LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches"}
 
 
 def modules() -> dict[str, Path]:

@@ -43,6 +43,9 @@ class TrainConfig(BaseModel):
     steps: int = Field(20, ge=0, le=100_000, description="training steps to make in all, resumed ones included")
     groups_per_step: int = Field(4, ge=1, le=4096, description="scenarios per training step")
     group_size: int = Field(8, ge=2, le=1024, description="rollouts per scenario and step")
+    dynamic_sampling: int = Field(
+        0, ge=0, le=4096, description="most groups a step draws in the place of groups without a spread of rewards"
+    )
     concurrency: int = Field(64, ge=1, le=4096, description="rollouts running at once")
     rollout_timeout: float = Field(300.0, gt=0, description="seconds until a rollout is ended")
     reward_timeout: float = Field(60.0, gt=0, description="seconds until a reward is given up")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from art_backends.batches import Batch
 from art_backends.client import StepOutcome, StepProgress
 from art_backends.config import TrainConfig
 from art_backends.display import Display, StepLine
@@ -24,7 +25,7 @@ from art_backends.errors import ArtError, NothingToLearnError, RewardError, Serv
 from art_backends.report import Evaluation, Report, can_draw, draw_curves
 from art_backends.rewards.values import Reward
 from art_backends.rollouts import Control, Player, RunAgent, Slot, Success, control
-from art_backends.scenarios import Scenario, order
+from art_backends.scenarios import Scenario
 from art_backends.summary import by_step, common_error, evaluation, evaluation_row, fill, reached, scored, step_row
 from art_backends.tracking import MetricsFile, Row, Sink
 from art_backends.trajectories import CallStatus, Purpose, Rollout
@@ -199,10 +200,14 @@ class _Loop:
 
     async def _step(self, step: int) -> Row:
         began = time.monotonic()
-        slots = self._slots(step)
-        self._display.phase(f"step {step}: rollouts", len(slots))
-        rollouts = await self._player.collect(slots, self._display.advance)
-        self._check_rewards(rollouts, f"step {step}")
+        batch = Batch(self._config, self._scenarios, step, self._version)
+        rollouts: list[Rollout] = []
+        slots, name = batch.first(), f"step {step}: rollouts"
+        while slots:
+            self._display.phase(name, len(slots))
+            rollouts += await self._player.collect(slots, self._display.advance)
+            self._check_rewards(rollouts, f"step {step}")
+            slots, name = batch.more(rollouts), f"step {step}: more rollouts, for groups without a spread"
         if not self._trainable:
             await self._check_calls(rollouts)
         played = time.monotonic()
@@ -218,20 +223,6 @@ class _Loop:
         self._write(row)
         self._show(row, rollouts)
         return row
-
-    def _slots(self, step: int) -> list[Slot]:
-        slots = []
-        seen: Counter[str] = Counter()
-        config = self._config
-        chosen = order(config.seed, step, config.groups_per_step, len(self._scenarios), shuffle=config.shuffle)
-        for index in chosen:
-            scenario = self._scenarios[index]
-            seen[scenario.id] += 1
-            # A scenario that comes twice in a step is two groups, each with its own mean.
-            group = scenario.id if seen[scenario.id] == 1 else f"{scenario.id}#{seen[scenario.id]}"
-            for sample in range(config.group_size):
-                slots.append(Slot(Purpose.TRAIN, step, group, sample, scenario, self._version))
-        return slots
 
     async def _train(self, step: int, rollout_ids: list[str]) -> StepOutcome:
         self._display.phase(f"step {step}: training", 0)

@@ -77,7 +77,7 @@ def split(scenarios: list[Scenario], fraction: float, seed: int) -> tuple[list[S
     return [s for s in scenarios if s.id not in chosen], [s for s in scenarios if s.id in chosen]
 
 
-def order(seed: int, step: int, groups_per_step: int, count: int, *, shuffle: bool = True) -> list[int]:
+def order(seed: int | str, step: int, groups_per_step: int, count: int, *, shuffle: bool = True) -> list[int]:
     """Indices (0 ≤ i < count) of the scenarios of a training step (from 1), ``groups_per_step`` of them.
 
     Steps read one endless stream of epochs; a step may span two. Each epoch is a fresh permutation of all scenarios,
@@ -93,7 +93,7 @@ def order(seed: int, step: int, groups_per_step: int, count: int, *, shuffle: bo
 
 
 @lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, count: int) -> tuple[int, ...]:
+def _permutation(seed: int | str, epoch: int, count: int) -> tuple[int, ...]:
     # Sorted by a hash rather than shuffled: random.shuffle promises no stable result between Python versions.
     return tuple(sorted(range(count), key=lambda index: _digest(f"order:{seed}:{epoch}:{index}")))
 

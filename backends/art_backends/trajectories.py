@@ -8,6 +8,7 @@ It refuses to hold behaviour: nothing here opens files, talks to a server or kno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -158,6 +159,14 @@ class TrajectoryGroup(Record):
 
     group: str
     trajectories: list[Trajectory]
+
+
+SPREAD = 1e-6  # rewards that differ by less say nothing
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether a group with these rewards can be learned from."""
+    return len(rewards) > 1 and max(rewards) - min(rewards) >= SPREAD
 
 
 def trajectory(rollout: Rollout) -> Trajectory | None:

@@ -19,6 +19,7 @@ OTHER: dict[str, Any] = {
     "steps": 7,
     "groups_per_step": 3,
     "group_size": 5,
+    "dynamic_sampling": 2,
     "concurrency": 9,
     "rollout_timeout": 12.5,
     "reward_timeout": 3.5,

@@ -17,8 +17,8 @@ import numpy as np
 
 from art_backends.config import TrainConfig
 from art_backends.training.sequences import Sample, SequenceGroup
+from art_backends.trajectories import has_spread
 
-SPREAD = 1e-6  # groups whose rewards differ by less are left out
 STD_OFFSET = 1e-4  # keeps the division finite; TRL's value
 
 
@@ -31,7 +31,7 @@ def group_advantages(
     in the denominator) + 1e-4.
     """
     values = np.asarray(list(rewards.values()), dtype=np.float64)
-    if len(values) < 2 or values.max() - values.min() < SPREAD:
+    if not has_spread(values.tolist()):
         return None
     centred = values - values.mean()
     if baseline == "leave_one_out":
