@@ -32,6 +32,7 @@ FLOORS = {
     "loop": 3,
     "rollouts": 3,
     "batches": 3,
+    "sft": 3,
     "summary": 3,
     "proxy": 3,
     "training": 3,
@@ -50,7 +51,7 @@ SIDEWAYS |= {("loop", "batches"), ("batches", "rollouts"), ("batches", "summary"
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
-LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches"}
+LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft"}
 
 
 def modules() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""``art-backends``: serve a run folder, see its status, look at one rollout.
+"""``art-backends``: serve a run folder, train on worked examples, see the status, look at one rollout.
 
 Errors are one clear line on standard error and exit code 2; Ctrl-C is exit code 130. Standard output carries what was
 asked for, nothing else.
@@ -18,8 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from art_backends import sft
+from art_backends.backend import LocalBackend
 from art_backends.client import Client
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
+from art_backends.display import make_display
 from art_backends.errors import ArtError, ConfigError, ServerError
 from art_backends.server.run import serve
 
@@ -56,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
     add_arguments(serving)
     serving.set_defaults(run=_serve)
+
+    imitating = commands.add_parser("sft", help="train on worked examples: imitation, before or without rewards")
+    imitating.add_argument("examples", type=Path, metavar="FILE", help="JSON Lines: messages (and tools) a line")
+    imitating.add_argument("--epochs", type=int, default=3, help="times that all examples are trained (default: 3)")
+    imitating.add_argument("--batch-size", type=int, default=8, help="examples per step (default: 8)")
+    imitating.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
+    add_arguments(imitating, skip=frozenset({"steps"}))
+    imitating.set_defaults(run=_sft)
 
     status = commands.add_parser("status", help="policies, versions, children, rollouts of a running server")
     _add_folder(status)
@@ -105,6 +116,32 @@ async def _serve(options: argparse.Namespace) -> int:
         exit_with_parent=options.exit_with_parent,
         on_ready=ready,
     )
+    return 0
+
+
+async def _sft(options: argparse.Namespace) -> int:
+    logging.getLogger().setLevel(logging.WARNING)
+    if options.epochs < 1 or options.batch_size < 1:
+        raise ConfigError("--epochs and --batch-size must be at least 1")
+    config = from_arguments(options, options.config)
+    examples = sft.read(options.examples)
+    console = _console()
+    # so that a schedule of the learning rate spans the run
+    config = config.model_copy(update={"steps": -(-len(examples) * options.epochs // options.batch_size)})
+    async with LocalBackend(config) as backend:
+        report = await sft.run(
+            client=backend.client,
+            config=config,
+            examples=examples,
+            display=make_display(console),
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+        )
+    folder = config.folder
+    losses = "" if report.last_loss is None else f", loss {report.first_loss:.3f} → {report.last_loss:.3f}"
+    console.print(f"{report.version}: {report.examples} examples, {report.steps} steps{losses}", soft_wrap=True)
+    console.print(f"serve it:       art-backends serve --folder {folder}", soft_wrap=True)
+    console.print(f"begin from it:  --init-adapter {folder}/versions/{report.version}", soft_wrap=True)
     return 0
 
 

@@ -193,13 +193,19 @@ class Client:
         return list(reply.get("steps", []))
 
     async def start_step(
-        self, step: int, config: TrainConfig, *, rollout_ids: Sequence[str] | None = None
+        self,
+        step: int,
+        config: TrainConfig,
+        *,
+        rollout_ids: Sequence[str] | None = None,
+        examples: Sequence[Mapping[str, Any]] | None = None,
     ) -> StepReport:
         """Ask for a training step and return at once; asking again joins it (or gives its outcome)."""
         body = {
             "policy": config.name,
             "step": step,
             "rollout_ids": None if rollout_ids is None else list(rollout_ids),
+            "examples": None if examples is None else list(examples),
             "config": config.model_dump(mode="json"),
         }
         return _parsed(StepReport, await self._ask("POST", "/steps", body))
@@ -215,18 +221,20 @@ class Client:
         config: TrainConfig,
         *,
         rollout_ids: Sequence[str] | None = None,
+        examples: Sequence[Mapping[str, Any]] | None = None,
         progress: Callable[[StepProgress], None] | None = None,
         deadline: float | None = None,
     ) -> StepOutcome:
         """Make training step ``step`` (1-based) from these rollouts and wait until its adapter is served.
 
-        ``rollout_ids`` None: every closed training rollout of this step. A step that was made already gives its
-        outcome at once. Raises the worker's error (TrainingError and its kin), and TrainingError after ``deadline``
+        ``rollout_ids`` None: every closed training rollout of this step. With ``examples`` (objects with ``messages``
+        and perhaps ``tools``) the step imitates their assistant's messages instead. A step that was made already gives
+        its outcome at once. Raises the worker's error (TrainingError and its kin), and TrainingError after ``deadline``
         seconds (the step goes on at the server; asking again joins it).
         """
         try:
             async with asyncio.timeout(deadline):
-                report = await self.start_step(step, config, rollout_ids=rollout_ids)
+                report = await self.start_step(step, config, rollout_ids=rollout_ids, examples=examples)
                 while report.state == "running":
                     if progress is not None:
                         progress(report.progress)

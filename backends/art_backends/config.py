@@ -34,6 +34,10 @@ class TrainConfig(BaseModel):
     )
     name: str = Field("policy", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the policy")
     folder: Path = Field(Path(".art/run"), description="run folder: store, adapter versions, metrics, report")
+    init_adapter: Path | None = Field(
+        None,
+        description="begin from this LoRA (folder in PEFT's format, such as a version of another run), not the base",
+    )
     models: list[str] = Field(
         default_factory=list, description="model names of the app that this policy answers for (empty: all)"
     )
@@ -97,8 +101,8 @@ class TrainConfig(BaseModel):
     scale_rewards: bool = Field(False, description="divide advantages by the group's standard deviation + 1e-4")
 
     # the loss
-    objective: Literal["clip", "cispo", "gspo", "gspo_token"] = Field(
-        "clip", description="PPO's clip of each token's ratio, CISPO, or the clip of each answer's ratio (GSPO)"
+    objective: Literal["clip", "cispo", "gspo", "gspo_token", "reinforce"] = Field(
+        "clip", description="PPO's clip of each token's ratio, CISPO, the clip of each answer's ratio (GSPO), or none"
     )
     epsilon_low: float = Field(0.2, gt=0, lt=1, description="lower clip of the ratio")
     epsilon_high: float = Field(0.2, gt=0, description="upper clip of the ratio")
@@ -114,7 +118,7 @@ class TrainConfig(BaseModel):
         "normalization_tokens",
     )
     normalization_tokens: int = Field(256, ge=1, description="with loss_normalization=constant: tokens of a rollout")
-    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference); reference: version 0")
+    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || version 0)")
     kl_estimator: Literal["k3", "k1"] = Field(
         "k3", description="k3: added to the loss; k1: subtracted from each token's advantage"
     )

@@ -35,6 +35,7 @@ class StepLine:
     faults: int = 0
     version: str = ""
     skipped: str = ""  # why nothing was learned, if so
+    loss: float | None = None  # shown where there are no rewards
 
 
 class Display(Protocol):
@@ -164,8 +165,11 @@ class RichDisplay(_Base):
         table.add_row(Text("phase"), Text(state.phase))
         if last is not None:
             table.add_row(Text("step"), Text(f"{last.step} of {last.steps}"))
-            table.add_row(Text("reward"), Text(f"{_figure(last.reward)}  {sparkline(state.rewards[-40:])}"))
-            table.add_row(Text("success"), Text(_figure(last.success)))
+            if last.loss is None:
+                table.add_row(Text("reward"), Text(f"{_figure(last.reward)}  {sparkline(state.rewards[-40:])}"))
+                table.add_row(Text("success"), Text(_figure(last.success)))
+            else:
+                table.add_row(Text("loss"), Text(f"{last.loss:.4f}"))
         table.add_row(Text("tokens/s"), Text("–" if state.speed is None else f"{state.speed:.0f}"))
         left = state.left()
         table.add_row(Text("time left"), Text("–" if left is None else duration(left)))
@@ -182,7 +186,8 @@ def make_display(console: Console | None = None, *, clock: Callable[[], float] =
 
 def step_text(line: StepLine, speed: float | None = None, left: float | None = None) -> str:
     """A finished step in one line."""
-    parts = [f"step {line.step}/{line.steps}", f"reward {_figure(line.reward)}"]
+    figure = f"reward {_figure(line.reward)}" if line.loss is None else f"loss {line.loss:.4f}"
+    parts = [f"step {line.step}/{line.steps}", figure]
     if line.success is not None:
         parts.append(f"success {line.success:.3f}")
     parts.append(f"{line.seconds:.1f} s")

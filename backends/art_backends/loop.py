@@ -4,8 +4,10 @@ Everything that a step needs is a function of its number and of what the server 
 closed rollouts reused, training idempotent. So a run that was stopped or killed at any point goes on with the same
 command, and repeats nothing that was closed.
 
-It refuses to train on nothing: three steps in a row without a spread of rewards, an agent without a trainable call, or
-a reward that fails for a whole step end the run with words that say what came back and what helps.
+It refuses to train on nothing: three steps in a row without a spread of rewards at the beginning, an agent without a
+trainable call, or a reward that fails for a whole step end the run with words that say what came back and what helps.
+Later on, steps without a spread are what mastery looks like: enough of them in a row end the run as well, with its
+report.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from art_backends.tracking import MetricsFile, Row, Sink
 from art_backends.trajectories import CallStatus, Purpose, Rollout
 from art_backends.waiting import watched
 
-MAX_SKIPPED = 3  # steps in a row in which nothing was learned, until the run ends
+MAX_SKIPPED = 3  # steps in a row without a spread, before anything was learned, until the run is given up
+MAX_SETTLED = 8  # the same, once something was learned: there is nothing more to learn from these scenarios
 STALL_SECONDS = 1800.0  # a training step that makes no progress for so long has hung
 POLL_SECONDS = 2.0  # between looks at the engine's speed
 SPEED_SECONDS = 5.0  # of the engine's work that its speed is told over; idle time does not count
@@ -105,6 +108,7 @@ class _Loop:
         self._last_engine: dict[str, float] = {}
         self._drifted: int | None = None
         self._trainable = False  # whether a trainable call of the agent was seen
+        self._settled = False  # nothing more can be learned
         self._failing: str | None = None  # the agent's most frequent error, if it failed in all of the last step
 
     async def run(self) -> Report:
@@ -122,12 +126,17 @@ class _Loop:
                 began = time.monotonic()
                 row = await self._step(step)
                 skipped = skipped + 1 if row["outcome"] == "skipped" else 0
-                if skipped >= MAX_SKIPPED:
+                if skipped >= MAX_SKIPPED and (not self._version or self._failing is not None):
                     raise NothingToLearnError(_nothing(row, skipped, self._failing))
+                if skipped >= MAX_SETTLED:
+                    self._settled = True
+                    self._display.note(f"no group had a spread of rewards in {skipped} steps in a row: the run ends")
+                    break
                 if self._config.eval_every and step % self._config.eval_every == 0:
                     await self._evaluate(step, self._version)
                 step += 1
-            after = await self._evaluate(step - 1, self._version) if self._version else before
+            last = max([committed, *self._steps])
+            after = await self._evaluate(last, self._version) if self._version else before
             return self._report(before, after)
         except asyncio.CancelledError:
             if step is not None and step not in self._steps:
@@ -317,7 +326,7 @@ class _Loop:
         config = self._config
         report = Report(policy=config.name, base_model=config.base_model, model_digest=self._digest)
         report.version = f"{config.name}@{self._version}"
-        report.stopped = "target" if self._reached() else "steps"
+        report.stopped = "target" if self._reached() else "no_spread" if self._settled else "steps"
         rows = list(self._steps.values())
         fill(report, rows, self._parts, before, after)
         report.drifted_calls = self._drifted

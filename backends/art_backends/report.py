@@ -56,7 +56,7 @@ class Report:
     base_model: str
     model_digest: str | None = None
     version: str = ""
-    stopped: str = ""  # why the run ended: "steps", "target"
+    stopped: str = ""  # why the run ended: "steps", "target", "no_spread"
     base_success: float | None = None
     trained_success: float | None = None
     base_confidence_interval: tuple[float, float] | None = None

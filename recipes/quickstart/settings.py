@@ -6,6 +6,7 @@ SETTINGS = {
     "groups_per_step": 4,
     "group_size": 8,
     "shuffle": False,  # the questions ask for the four tools in turn: each step has one of each
+    "dynamic_sampling": 2,  # groups in the place of those whose rewards are all equal
     "learning_rate": 1e-3,
     "temperature": 0.7,  # so small a model finds little that is worth rewarding at 1
     "scale_rewards": True,

@@ -14,6 +14,7 @@ OTHER: dict[str, Any] = {
     "base_model": "org/model",
     "name": "other",
     "folder": Path("elsewhere/run"),
+    "init_adapter": Path("elsewhere/run/versions/policy@3"),
     "models": ["gpt-4o-mini", "gpt-4o"],
     "chat_template": Path("my.jinja"),
     "steps": 7,

@@ -606,6 +606,37 @@ async def test_three_steps_without_a_spread_end_the_run(tmp_path):
     assert "step 1: nothing to learn from (no group has a spread of rewards); rewards: 0 ×4" in notes.text
 
 
+async def test_steps_without_a_spread_end_a_run_that_learned_with_its_report(tmp_path):
+    server, notes = MemoryServer(), Notes()
+    turn = itertools.count()
+    report = await go(server, tmp_path, steps=40, display=notes, held_out=[], reward=lambda run: next(turn) in (1, 3))
+    assert (server.version, server.step) == (1, 9)  # one that learned, eight that could not
+    assert (report.stopped, report.version, report.steps) == ("no_spread", "policy@1", 9)
+    assert "in 8 steps in a row: the run ends" in notes.text
+
+
+async def test_an_agent_that_fails_from_some_step_on_is_told_even_after_something_was_learned(tmp_path):
+    server, calls = MemoryServer(), itertools.count()
+
+    async def agent(scenario):
+        if next(calls) >= 4:
+            raise ConnectionError("the shop's database is gone")
+        return {}
+
+    turn = itertools.count()
+    with pytest.raises(NothingToLearnError, match="database is gone"):
+        await go(server, tmp_path, steps=40, agent=agent, held_out=[], reward=lambda run: next(turn) in (1, 3))
+    assert (server.version, server.step) == (1, 4)
+
+
+async def test_groups_without_a_spread_are_replaced(tmp_path):
+    server, turn = MemoryServer(), itertools.count()
+    await go(server, tmp_path, steps=1, held_out=[], reward=lambda run: next(turn) % 2 if next(turn) > 8 else 0.0,
+             dynamic_sampling=3, concurrency=1)  # fmt: skip
+    assert server.opened[Purpose.TRAIN, 1] == 10  # two groups, and three more of two rollouts
+    assert len(server.trained[1]) == 10
+
+
 async def test_an_agent_whose_calls_are_all_constrained_is_told_before_training(tmp_path):
     for held_out in (HELD_OUT, []):
         server = MemoryServer(constrained=True)

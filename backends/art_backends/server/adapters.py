@@ -49,7 +49,7 @@ class Adapters:
         Raises the error of the newest version: without it the policy would silently answer with older weights.
         """
         async with self._lock:
-            for version in sorted(self._policies.loaded - {0}):
+            for version in sorted(self._policies.loaded - self._policies.bare):
                 if version in self._policies.idle():
                     self._policies.loaded.discard(version)
                     continue

@@ -81,6 +81,7 @@ class _Step(_Body):
     policy: str
     step: int = Field(ge=1, lt=2**31)
     rollout_ids: list[str] | None = None
+    examples: list[dict[str, Any]] | None = None  # each with messages and perhaps tools: imitated
     config: TrainConfig
 
 
@@ -239,7 +240,9 @@ class Control:
             self._s.policy_file.check(body.config)
         except ConfigError as problem:
             raise ConflictError(str(problem)) from None
-        report = await self._s.steps.submit(body.step, body.rollout_ids, body.config)
+        if body.examples is not None and body.rollout_ids is not None:
+            raise ConfigError("a step learns from rollouts or from examples, not from both")
+        report = await self._s.steps.submit(body.step, body.rollout_ids, body.config, body.examples)
         return _json({"job": f"{body.policy}.{body.step}", **report.model_dump(mode="json")}, 202)
 
     async def _steps(self, request: Request) -> Response:

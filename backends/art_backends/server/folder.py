@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from art_backends.config import TrainConfig
+from art_backends.config import TrainConfig, make_config
 from art_backends.errors import ConfigError, FolderInUseError, ServerError, StoreError
 from art_backends.server.sessions import new_token
 from art_backends.training.versions import replace_json
 
-FIXED = ("name", "rank", "alpha", "target_modules")
+FIXED = ("name", "rank", "alpha", "rslora", "target_modules", "optimizer", "init_adapter")
 POLICY, SERVER, LOCK, STORE, VERSIONS = "policy.json", "server.json", "lock", "store.sqlite", "versions"
 
 
@@ -136,7 +136,10 @@ class PolicyFile:
         path = folder / POLICY
         try:
             content = json.loads(path.read_bytes())
-            fixed = {key: content[key] for key in (*FIXED, "chat_template_digest")}
+            # a setting that is younger than the folder: the folder was made with what is now its default
+            defaults = json.loads(make_config({}).model_dump_json(include=set(FIXED)))
+            fixed = {key: content.get(key, defaults[key]) for key in FIXED}
+            fixed["chat_template_digest"] = content["chat_template_digest"]
             return cls(path, str(content["base_model"]), str(content["digest"]), fixed)
         except FileNotFoundError:
             return None
@@ -181,4 +184,7 @@ def _fixed(config: TrainConfig) -> dict[str, Any]:
         text = None if template is None else hashlib.sha256(template.expanduser().read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(f"chat_template: {template} cannot be read: {error.strerror}") from None
-    return {**json.loads(config.model_dump_json(include=set(FIXED))), "chat_template_digest": text}
+    fixed = json.loads(config.model_dump_json(include=set(FIXED)))
+    if config.init_adapter is not None:
+        fixed["init_adapter"] = str(config.init_adapter.expanduser().absolute())
+    return {**fixed, "chat_template_digest": text}

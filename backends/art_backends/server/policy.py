@@ -28,7 +28,7 @@ def version_number(policy: str, name: str) -> int | None:
 
 
 class PolicyTable:
-    """One policy. Versions are numbers; 0 is the base model, always loaded."""
+    """One policy. Versions are numbers; 0, which stays loaded, is the base model or the adapter the run began from."""
 
     def __init__(self, name: str, *, base_model: str, models: list[str] | None = None) -> None:
         self.name = name
@@ -37,6 +37,7 @@ class PolicyTable:
         self.capture = CaptureLevel.TEXT
         self.exact_prompts = False
         self.loaded: set[int] = {0}
+        self.bare: frozenset[int] = frozenset({0})  # versions without an adapter
         self.newest = 0
         self.changed = asyncio.Event()  # set when a version may have become idle
         self._pins: Counter[int] = Counter()
@@ -54,7 +55,12 @@ class PolicyTable:
 
     def engine_model(self, version: str) -> str:
         """What the engine calls ``NAME@N``: the base model has no adapter to name."""
-        return self.base_id if self.number(version) == 0 else version
+        return self.base_id if self.number(version) in self.bare else version
+
+    def begin_from_adapter(self) -> None:
+        """Version 0 is an adapter, which is still to be loaded."""
+        self.bare = frozenset()
+        self.loaded.discard(0)
 
     def move(self, version: int) -> None:
         """Let new calls and rollouts go to ``version``, which must be loaded."""

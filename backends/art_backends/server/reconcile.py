@@ -1,8 +1,9 @@
 """Makes store, engine and alias agree with the versions on disk, at start.
 
 The folder of a version is the commit point of its step: what it says wins. The newest version that the engine can
-really serve becomes the alias; a step that was committed but not recorded is recorded; recorded steps whose version
-is gone are forgotten, so that they are made again; rollouts that a killed server left open are closed as faulty.
+really serve becomes the alias (beside version 0, where that is an adapter); a step that was committed but not recorded
+is recorded; recorded steps whose version is gone are forgotten, so that they are made again; rollouts that a killed
+server left open are closed as faulty.
 
 It refuses to delete a version: one that cannot be served is set aside.
 """
@@ -18,7 +19,7 @@ from art_backends.errors import AdapterError
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
 from art_backends.store import AsyncStore
-from art_backends.training.versions import VersionInfo, list_versions, sweep
+from art_backends.training.versions import VersionInfo, list_versions, read_version, sweep
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ async def reconcile(
     swept = await asyncio.to_thread(sweep, versions)
     if swept:
         log.info("removed %d unfinished versions", swept)
+    if await asyncio.to_thread(read_version, versions, policies.name, 0) is not None:
+        policies.begin_from_adapter()
+        await adapters.load(0)
     kept = await _serve_newest(policies, adapters, versions, digest)
     await _record(store, policies, kept)
     closed = await store.close_open_rollouts(fault=INTERRUPTED, opened_before=started)

@@ -32,7 +32,7 @@ from art_backends.errors import AdapterError, ConfigError, EngineError, ServerEr
 from art_backends.proxy.app import Proxy
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
-from art_backends.server import app, probe
+from art_backends.server import app, origin, probe
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.server.control import Services
@@ -178,6 +178,7 @@ async def _parts(
         if policies.capture is not CaptureLevel.TOKENS:
             log.warning("the engine gives %s only: calls are served, none can be trained", policies.capture)
         adapters = Adapters(engine, policies, folder.versions)
+        await asyncio.to_thread(origin.place, config, folder.versions, model_digest)
         await reconcile(
             store=store,
             policies=policies,

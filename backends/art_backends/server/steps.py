@@ -21,7 +21,7 @@ from art_backends.client import StepOutcome, StepProgress, StepReport
 from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ArtError, EngineError, ServerError, StoreError, TrainingError, revive
 from art_backends.proxy.engine_client import EngineClient
-from art_backends.server import worker_jobs
+from art_backends.server import examples, worker_jobs
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
 from art_backends.store import AsyncStore, ConflictError
@@ -47,9 +47,10 @@ class WorkerChild(Protocol):
 class Job:
     """A step in the making."""
 
-    def __init__(self, step: int, rollout_ids: Sequence[str] | None) -> None:
+    def __init__(self, step: int, rollout_ids: Sequence[str] | None, examples: Sequence[dict[str, Any]] | None) -> None:
         self.step = step
         self.rollout_ids = None if rollout_ids is None else sorted(set(rollout_ids))
+        self.examples = examples
         self.progress = StepProgress()
         self.outcome: StepOutcome | None = None
         self.error: dict[str, str] | None = None
@@ -86,8 +87,14 @@ class Steps:
         self._unrecorded: dict[int, StepOutcome] = {}  # made, but the store could not be written
         self._stopping = asyncio.Event()
 
-    async def submit(self, step: int, rollout_ids: Sequence[str] | None, config: TrainConfig) -> StepReport:
-        """Start step ``step``, join it, or give its outcome.
+    async def submit(
+        self,
+        step: int,
+        rollout_ids: Sequence[str] | None,
+        config: TrainConfig,
+        imitated: Sequence[dict[str, Any]] | None = None,
+    ) -> StepReport:
+        """Start step ``step``, join it, or give its outcome. With ``imitated`` it learns these examples.
 
         ConflictError if another one runs, or if it is out of order.
         """
@@ -110,7 +117,7 @@ class Steps:
             raise ConflictError(f"training step {self._job.step} is being made; ask again when it is done")
         if self._stopping.is_set():
             raise ServerError("the server is stopping")
-        job = self._job = Job(step, rollout_ids)
+        job = self._job = Job(step, rollout_ids, imitated)
         job.task = asyncio.get_running_loop().create_task(self._run(job, config), name=f"step {step}")
         return job.report()
 
@@ -169,7 +176,10 @@ class Steps:
             job.finished.set()
 
     async def _make(self, job: Job, config: TrainConfig) -> StepOutcome:
-        groups, excluded = await self._collect(job)
+        if job.examples is None:
+            groups, excluded = await self._collect(job)
+        else:
+            groups, excluded = [await examples.group(self._engine, job.examples)], {}
         used = sorted(item.rollout_id for group in groups for item in group.trajectories)
         if used:
             content = await asyncio.to_thread(
@@ -180,12 +190,15 @@ class Steps:
                 step=job.step,
                 config=config,
                 groups=groups,
+                imitate=job.examples is not None,
             )
             outcome = await self._train(job, content)
         else:
             reason = "no_rollouts: none of the step's rollouts can be trained" + _histogram(excluded)
             outcome = StepOutcome(kind="skipped", version=self._policies.newest, reason=reason)
         outcome = outcome.model_copy(update={"excluded": excluded})
+        if job.examples is not None:
+            outcome = outcome.model_copy(update={"tokens": {}})  # they are no rollouts of the store
         if outcome.kind == "committed":
             await self._swap(outcome.version)
         await self._record(job.step, outcome, used)

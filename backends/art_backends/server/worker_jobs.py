@@ -25,11 +25,24 @@ LOST = frozenset({404, 502, 503, 504})  # the worker is gone, or a new one that 
 
 
 def encode(
-    *, policy: str, from_version: int, versions: Path, step: int, config: TrainConfig, groups: list[TrajectoryGroup]
+    *,
+    policy: str,
+    from_version: int,
+    versions: Path,
+    step: int,
+    config: TrainConfig,
+    groups: list[TrajectoryGroup],
+    imitate: bool = False,
 ) -> bytes:
     """The request's body. Slow for large batches: call it in a thread."""
     request = StepRequest(
-        policy=policy, from_version=from_version, versions=versions, step=step, config=config, groups=groups
+        policy=policy,
+        from_version=from_version,
+        versions=versions,
+        step=step,
+        config=config,
+        groups=groups,
+        imitate=imitate,
     )
     return request.model_dump_json().encode()
 

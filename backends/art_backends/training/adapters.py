@@ -144,6 +144,21 @@ def disabled(model: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def holding(model: Any, files: AdapterFiles) -> Iterator[None]:
+    """Within this context PEFT's model has the weights of a checked adapter that ``put`` took before."""
+    kept = {name: item.detach().clone() for name, item in parameters(model).items()}
+    with torch.no_grad():
+        for name, item in parameters(model).items():
+            item.copy_(files.tensors[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, item in parameters(model).items():
+                item.copy_(kept[name])
+
+
 # ---- on disk
 
 

@@ -105,3 +105,14 @@ def plan(groups: Sequence[SequenceGroup], config: TrainConfig) -> Plan:
     else:
         weight = {rollout: 1.0 / (rollouts * count) for rollout, count in trained.items()}
     return Plan(kept, advantage, by_node, weight, trained)
+
+
+def imitation(groups: Sequence[SequenceGroup]) -> Plan:
+    """Every answer is worth the same: cross-entropy, the mean over all tokens of the batch."""
+    trained: dict[str, int] = {}
+    for group in groups:
+        for sample in group.samples:
+            trained[sample.rollout_id] = trained.get(sample.rollout_id, 0) + sample.trained
+    total = sum(trained.values())
+    advantage = {rollout: 1.0 for group in groups for rollout in group.rewards}
+    return Plan(list(groups), advantage, {}, dict.fromkeys(trained, 1.0 / total) if total else {}, trained)

@@ -10,6 +10,7 @@ the batch, and J by ``config.objective``:
     cispo        stop_gradient(min(r, 1+ε_hi)) · A · log π_θ                MiniMax-M1, arXiv 2506.13585
     gspo         clip with s in r's place, s = exp(mean of log r over the tokens of one answer), arXiv 2507.18071
     gspo_token   the same, s = stop_gradient(s) · π_θ ÷ stop_gradient(π_θ): each token may have its own A
+    reinforce    A · log π_θ                                                Williams 1992; with A = 1, imitation
 
 Clipping is against π_old, never against μ. It refuses to average: nothing here knows the batch.
 """
@@ -107,10 +108,13 @@ def _objective(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ratio, J, and where the lower and the upper clip are in force."""
     difference = new - old
-    if config.objective == "cispo":
+    if config.objective in {"cispo", "reinforce"}:
         ratio = torch.exp(difference).detach()
         bounded = ratio.clamp(max=1 + config.epsilon_high)
-        return ratio, bounded * advantage * new, torch.zeros_like(ratio, dtype=torch.bool), ratio > bounded
+        nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+        if config.objective == "reinforce":
+            return ratio, advantage * new, nowhere, nowhere
+        return ratio, bounded * advantage * new, nowhere, ratio > bounded
     if config.objective == "gspo":
         difference = _mean_of_answer(difference, answer)
         advantage = _mean_of_answer(advantage, answer)

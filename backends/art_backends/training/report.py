@@ -37,22 +37,24 @@ def call_tokens(groups: Sequence[SequenceGroup], plan: Plan) -> dict[str, list[C
     return result
 
 
-def batch_metrics(groups: Sequence[SequenceGroup], plan: Plan) -> dict[str, float]:
-    """What is known before anything is computed: rewards, spread, counts of what trains and what does not."""
+def batch_metrics(groups: Sequence[SequenceGroup], plan: Plan, *, imitation: bool = False) -> dict[str, float]:
+    """What is known before anything is computed: rewards, spread (none in ``imitation``), counts of what trains and
+    what does not."""
     rewards = [np.asarray(list(group.rewards.values()), dtype=np.float64) for group in groups if group.rewards]
     deviations = [float(values.std(ddof=1)) if len(values) > 1 else 0.0 for values in rewards]
     everything = np.concatenate(rewards) if rewards else np.zeros(0)
     rollouts = sum(len(group.rewards) + len(group.unusable) for group in groups)
     excluded = [answer for group in groups for answer in group.answers if answer.reason is not None]
     metrics = {
-        "reward": float(everything.mean()) if len(everything) else 0.0,
-        "reward_std": float(np.mean(deviations)) if deviations else 0.0,
-        "frac_reward_zero_std": 1.0 - len(plan.groups) / len(groups) if groups else 1.0,
         "tokens/trained": float(plan.tokens),
         "trajectories/trained": float(len(plan.trained)),
         "trajectories/excluded": float(rollouts - sum(len(group.rewards) for group in groups) + _untrained(plan)),
         "calls/excluded": float(len({(answer.rollout_id, answer.call_id) for answer in excluded})),
     }
+    if not imitation:
+        metrics["reward"] = float(everything.mean()) if len(everything) else 0.0
+        metrics["reward_std"] = float(np.mean(deviations)) if deviations else 0.0
+        metrics["frac_reward_zero_std"] = 1.0 - len(plan.groups) / len(groups) if groups else 1.0
     for reason in sorted({answer.reason for answer in excluded if answer.reason}):
         metrics[f"calls/excluded/{reason}"] = float(sum(answer.reason == reason for answer in excluded))
     return metrics

@@ -28,6 +28,7 @@ class StepRequest(_Message):
     step: int = Field(ge=0)  # the loop's number of this step; skipped steps count too, so it may exceed the version
     config: TrainConfig
     groups: list[TrajectoryGroup]
+    imitate: bool = False  # cross-entropy on all answers; rewards and recorded logprobs do not matter
 
     def rollout_ids(self) -> list[str]:
         """Ids of all rollouts of the batch, sorted."""

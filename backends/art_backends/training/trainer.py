@@ -15,6 +15,8 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from art_backends.training.sequences import SequenceGroup
 from art_backends.training.updates import Measured, Updates
 
 TIMING = "timing.json"  # beside state.json: seconds differ from run to run, the state's bytes must not
+
+_IMITATION = {"objective": "reinforce", "importance": "off", "kl_coefficient": 0.0}
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +81,12 @@ class Trainer:
         self._check(request)
         config = request.config
         groups = sequences.build(request.groups, vocabulary=self._vocabulary())
-        plan = advantages.plan(groups, config)
+        plan = advantages.imitation(groups) if request.imitate else advantages.plan(groups, config)
         tokens = report.call_tokens(groups, plan)
         committed = self._already(request, tokens)
         if committed is not None:
             return committed
-        metrics = report.batch_metrics(groups, plan)
+        metrics = report.batch_metrics(groups, plan, imitation=request.imitate)
         if plan.tokens == 0:
             nothing = "no_tokens" if plan.groups else "no_spread"
             return self._skipped(request, nothing, metrics, tokens, started)
@@ -134,6 +138,8 @@ class Trainer:
     ) -> Measured:
         loaded = self._load(request)
         config = request.config
+        if request.imitate:
+            config = config.model_copy(update=_IMITATION)
         packs = make_packs(loaded.forward, plan.groups, config.pack_tokens)
         computed = sum(pack.tokens for pack in packs)
         unique = sequences.distinct_tokens(sequences.forest(plan.groups))
@@ -151,6 +157,7 @@ class Trainer:
             config=config,
             plan=plan,
             packs=packs,
+            reference=loaded.reference,
             progress=progress,
             cancelled=cancelled,
         ).run()
@@ -279,8 +286,14 @@ class Trainer:
         loaded.version = None
         loaded.kind = config.optimizer
         loaded.optimizer = optimizer.make(adapters.parameters(loaded.model), config)
+        begun = self._begun_from()
+        loaded.reference = partial(adapters.disabled, loaded.model)
+        if begun is not None:
+            adapters.put(loaded.model, begun, config)  # checks that it fits, too
+            loaded.reference = partial(adapters.holding, loaded.model, begun)
         if request.from_version == 0:
-            adapters.initialise(loaded.model, config.seed)
+            if begun is None:
+                adapters.initialise(loaded.model, config.seed)
             return loaded
         path = self._folder / versions.name_of(self._policy, request.from_version)
         if versions.read_version(self._folder, self._policy, request.from_version) is None:
@@ -289,6 +302,11 @@ class Trainer:
         optimizer.restore(path, loaded.optimizer, adapters.parameters(loaded.model), config)
         loaded.version = request.from_version
         return loaded
+
+    def _begun_from(self) -> adapters.AdapterFiles | None:
+        """Version 0, where it is an adapter and not the base model."""
+        info = versions.read_version(self._folder, self._policy, 0)
+        return None if info is None else adapters.read(info.path, base_digest=self._base_digest)
 
     def _loaded_forget(self) -> None:
         """What is in memory is no version any more."""
@@ -304,6 +322,7 @@ class _Loaded:
         self.model = model
         self.forward = forward
         self.shape = shape
+        self.reference: Callable[[], AbstractContextManager[None]] = partial(adapters.disabled, model)
         self.kind = config.optimizer
         self.optimizer = optimizer.make(adapters.parameters(model), config)
         self.version: int | None = None

@@ -6,6 +6,7 @@ It refuses to touch disk and to decide what a measurement means; ``trainer`` doe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from art_backends.config import TrainConfig
 from art_backends.errors import TrainingError
-from art_backends.training import adapters, losses, report
+from art_backends.training import losses, report
 from art_backends.training.advantages import Plan
 from art_backends.training.forward import Forward
 from art_backends.training.packing import Pack
@@ -34,7 +35,8 @@ class Measured:
 
 
 class Updates:
-    """All updates of one batch. ``tick`` is called after each pack; ``cancelled`` is asked before each."""
+    """All updates of one batch. ``progress`` is told after each pack, ``cancelled`` asked before each; within
+    ``reference()`` the model is the one that KL refers to."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Updates:
         config: TrainConfig,
         plan: Plan,
         packs: Sequence[Pack],
+        reference: Callable[[], AbstractContextManager[None]],
         progress: Callable[[int, int], None],
         cancelled: Callable[[], bool],
     ) -> None:
@@ -54,6 +57,7 @@ class Updates:
         self._config = config
         self._plan = plan
         self._packs = packs
+        self._within_reference = reference
         self._progress = progress
         self._cancelled = cancelled
         self._done = 0
@@ -127,7 +131,7 @@ class Updates:
         if self._config.kl_coefficient == 0:
             return None
         if self._reference[index] is None:
-            with torch.no_grad(), adapters.disabled(self._forward.model):
+            with torch.no_grad(), self._within_reference():
                 self._reference[index] = self._forward.logprobs(pack)
         return self._reference[index]
 
@@ -186,7 +190,7 @@ class Updates:
                 old.append(mine.numpy())
                 sampled.append(pack.occurrence_logprob)
                 weights.append(losses.importance(mine, theirs, self._config).numpy())
-        if old:
+        if old and self._config.importance != "off":
             metrics.update(
                 report.importance_metrics(np.concatenate(old), np.concatenate(sampled), np.concatenate(weights))
             )

@@ -39,7 +39,8 @@ def name_of(policy: str, version: int) -> str:
 
 
 def list_versions(folder: Path, policy: str) -> list[VersionInfo]:
-    """Valid versions of a policy, oldest first; version 0 (the base model) has no folder and is not listed.
+    """Valid versions of a policy from 1 on, oldest first. Version 0 is the base model, or, where it has a folder, the
+    adapter that the run began from; it is no step's and not listed.
 
     A folder whose state cannot be read is left out and logged: the version before it stays usable.
     """

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
     """The app of engine and trainer, and what the ready line says of them."""
-    torch.set_num_threads(options.threads or os.cpu_count() or 1)
+    torch.set_num_threads(options.threads or _cores())
     template = None
     if options.chat_template is not None:
         try:
@@ -110,6 +110,13 @@ def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
 
     app.router.lifespan_context = lifespan
     return app, {"ready": True, "digest": base.digest, "max_model_len": engine.max_model_len}
+
+
+def _cores() -> int:
+    """Cores that this process may use: fewer than the machine's in a container or under taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _eos(model: transformers.PreTrainedModel) -> Iterator[int]:

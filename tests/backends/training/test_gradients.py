@@ -67,6 +67,7 @@ def packed(state, config, groups, old=None, make=packing.tree_packs):
         config=config,
         plan=batch,
         packs=packs,
+        reference=state.reference,
         progress=lambda _done, _all: None,
         cancelled=lambda: False,
     )

@@ -1,0 +1,164 @@
+"""Imitation first: train a policy on worked examples (supervised fine-tuning), step by step, as new versions.
+
+An example is an object with ``messages`` in OpenAI's form, the assistant's tool calls included, and ``tools`` where
+the agent has some. The engine's own template renders it; only what the assistant said is trained. The versions are
+those of any run: they can be served, and another run can begin from one (``init_adapter``).
+
+Each step is a function of its number, so the same command goes on where a run was stopped. It refuses an example
+without an assistant's message before anything starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from art_backends.client import StepOutcome, StepProgress
+from art_backends.config import TrainConfig
+from art_backends.display import Display, StepLine
+from art_backends.errors import ScenarioError
+from art_backends.scenarios import Scenario, load, order
+from art_backends.tracking import MetricsFile
+
+
+class Control(Protocol):
+    """What is needed of the server; ``client.Client`` is it."""
+
+    async def status(self) -> dict[str, Any]: ...
+
+    async def train_step(
+        self,
+        step: int,
+        config: TrainConfig,
+        *,
+        examples: Sequence[Mapping[str, Any]] | None = ...,
+        progress: Any = ...,
+    ) -> StepOutcome: ...
+
+
+@dataclass(frozen=True)
+class SftReport:
+    """What came of it. ``loss`` is the mean cross-entropy per token of the assistant, in nats: of the first and of
+    the last step that this call made (None if it made none)."""
+
+    version: str
+    folder: Path
+    examples: int
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+def read(source: Any) -> list[Scenario]:
+    """Examples of a JSON Lines file or of objects in memory; ScenarioError names the one that cannot be used."""
+    found = load(source)
+    for number, example in enumerate(found, start=1):
+        problem = _problem(example.data)
+        if problem is not None:
+            raise ScenarioError(f"example {number} ({example.id}): {problem}")
+    return found
+
+
+def _problem(example: Mapping[str, Any]) -> str | None:
+    messages, tools = example.get("messages"), example.get("tools")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return 'no list of messages: an example is an object with "messages" in OpenAI\'s form'
+    said = [m for m in messages if m.get("role") == "assistant" and (m.get("content") or m.get("tool_calls"))]
+    if not said:
+        return "no message of the assistant that says something: there is nothing to imitate"
+    if messages[0].get("role") == "assistant":
+        return "it begins with the assistant: there is nothing to answer"
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return '"tools" must be a list of objects'
+    return None
+
+
+async def run(
+    *,
+    client: Control,
+    config: TrainConfig,
+    examples: Sequence[Scenario],
+    display: Display,
+    epochs: int = 3,
+    batch_size: int = 8,
+) -> SftReport:
+    """Make the steps that are still to be made: ``epochs`` times all examples, ``batch_size`` in a step.
+
+    Raises TemplateError (the template refuses an example), TrainingError, ServerError; CancelledError when stopped.
+    """
+    began = time.monotonic()
+    steps = -(-len(examples) * epochs // batch_size)
+    losses: list[float] = []
+    metrics = MetricsFile(config.folder / "metrics.jsonl")
+    try:
+        with display:
+            step, version = await _reached(client, config.name)
+            display.note(f"{len(examples)} examples, {steps} steps" + (f"; going on after step {step}" if step else ""))
+            while step < steps:
+                step += 1
+                chosen = order(config.seed, step, batch_size, len(examples), shuffle=config.shuffle)
+                if step == steps:  # the last one has what is left
+                    chosen = chosen[: len(examples) * epochs - batch_size * (steps - 1)]
+                started = time.monotonic()
+                outcome = await _step(client, config, step, [examples[index].data for index in chosen], display)
+                seconds = time.monotonic() - started
+                version = outcome.version
+                loss = outcome.metrics.get("loss")
+                losses += [] if loss is None else [loss]
+                metrics.write({"step": step, "outcome": outcome.kind, "version": version, **outcome.metrics})
+                skipped = outcome.reason or "" if outcome.kind == "skipped" else ""
+                display.step(
+                    StepLine(
+                        step=step,
+                        steps=steps,
+                        reward=None,
+                        success=None,
+                        seconds=seconds,
+                        version=f"{config.name}@{version}",
+                        skipped=skipped,
+                        loss=float("nan") if loss is None else loss,
+                    )
+                )
+    finally:
+        metrics.close()
+    return SftReport(
+        version=f"{config.name}@{version}",
+        folder=config.folder,
+        examples=len(examples),
+        steps=steps,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        seconds=time.monotonic() - began,
+    )
+
+
+async def _reached(client: Control, name: str) -> tuple[int, int]:
+    """The last step made, and the version it left."""
+    status = await client.status()
+    for policy in status.get("policies", []):
+        if policy.get("name") == name:
+            return int(policy.get("step") or 0), int(policy["version"])
+    return 0, 0
+
+
+async def _step(
+    client: Control, config: TrainConfig, step: int, examples: Sequence[Mapping[str, Any]], display: Display
+) -> StepOutcome:
+    packs = 0
+    display.phase(f"step {step}: training", 0)
+
+    def progress(now: StepProgress) -> None:
+        nonlocal packs
+        if now.packs != packs:
+            packs = now.packs
+            display.phase(f"step {step}: training", packs)
+        display.advance(now.packs_done)
+
+    return await client.train_step(step, config, examples=examples, progress=progress)
