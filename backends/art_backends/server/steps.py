@@ -20,8 +20,11 @@ from typing import Any, Protocol
 from art_backends.client import StepOutcome, StepProgress, StepReport
 from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ArtError, EngineError, ServerError, StoreError, TrainingError, revive
+from art_backends.proxy import examples
+from art_backends.proxy.app import EngineRenderer
 from art_backends.proxy.engine_client import EngineClient
-from art_backends.server import examples, worker_jobs
+from art_backends.proxy.tail import Vocabulary
+from art_backends.server import worker_jobs
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
 from art_backends.store import AsyncStore, ConflictError
@@ -179,7 +182,7 @@ class Steps:
         if job.examples is None:
             groups, excluded = await self._collect(job)
         else:
-            groups, excluded = [await examples.group(self._engine, job.examples)], {}
+            groups, excluded = [await self._imitated(job.examples)], {}
         used = sorted(item.rollout_id for group in groups for item in group.trajectories)
         if used:
             content = await asyncio.to_thread(
@@ -232,6 +235,11 @@ class Steps:
             for group, members in sorted(groups.items())
         ]
         return made, excluded
+
+    async def _imitated(self, given: Sequence[dict[str, Any]]) -> TrajectoryGroup:
+        info = await self._engine.tokenizer_info() or {}
+        vocabulary = Vocabulary(frozenset(info.get("eos_token_ids") or ()), tuple(info.get("special_tokens") or ()))
+        return await examples.to_group(EngineRenderer(self._engine), vocabulary, given)
 
     async def _train(self, job: Job, content: bytes) -> StepOutcome:
         lost = 0
