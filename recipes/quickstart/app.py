@@ -115,7 +115,7 @@ PROMPT = [
     AIMessage("The city is Tokyo."),
 ]
 
-model = ChatOpenAI(model="gpt-4o-mini", temperature=0, max_completion_tokens=48).bind_tools(TOOLS)
+model = ChatOpenAI(model="gpt-4o-mini", temperature=0, max_completion_tokens=40).bind_tools(TOOLS)
 
 
 async def agent(state: MessagesState) -> dict:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -161,8 +162,7 @@ def option(name: str) -> list[str]:
     flag = "--" + name.replace("_", "-")
     if kind is bool:
         return [flag]
-    choices = {"history": "exact", "loss_normalization": "rollout_tokens", "dtype": "bfloat16"}
-    return [flag, choices.get(name, "1")]
+    return [flag, typing.get_args(kind)[-1] if typing.get_origin(kind) is typing.Literal else "1"]
 
 
 # what it shows, of a real server

@@ -142,7 +142,7 @@ def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(folder: Path, template: str | None = CHATML) -> Path:
+def make_model(folder: Path, template: str | None = CHATML, spread: float = 0.1) -> Path:
     """A random Llama in a folder, as a hub would hold it."""
     tokenizer = make_tokenizer(template)
     with torch.random.fork_rng(devices=[]):
@@ -156,7 +156,7 @@ def make_model(folder: Path, template: str | None = CHATML) -> Path:
                 num_attention_heads=4,
                 num_key_value_heads=2,
                 max_position_embeddings=4096,
-                initializer_range=0.1,
+                initializer_range=spread,
                 bos_token_id=tokenizer.bos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
             )

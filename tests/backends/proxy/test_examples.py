@@ -41,7 +41,7 @@ async def trained_as_sampled(engine: Any, name: str, messages: list[Any], answer
 
 @pytest.mark.parametrize(
     ("messages", "answer", "families"),
-    [([ASKED], PLAIN, 30), ([ASKED], ONE, 20), ([ASKED], TWO, 20), ([ASKED, ONE, TOLD], PLAIN, 20)],
+    [([ASKED], PLAIN, 30), ([ASKED], ONE, 30), ([ASKED], TWO, 28), ([ASKED, ONE, TOLD], PLAIN, 26)],
     ids=["answer", "call", "two calls", "answer after a call"],
 )
 async def test_the_assistants_words_and_nothing_else(
@@ -50,7 +50,6 @@ async def test_the_assistants_words_and_nothing_else(
     tried, failed = await survey(engines, trained_as_sampled, messages, answer)
     refused = {name: why for name, why in failed.items() if "chat template" in why}
     assert {name: why for name, why in failed.items() if name not in refused} == {}
-    print(tried - len(refused), sorted(refused))
     assert tried - len(refused) >= families, refused
 
 
