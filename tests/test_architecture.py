@@ -42,16 +42,18 @@ FLOORS = {
     "server": 4,
     "worker": 4,
     "cli": 5,
+    "cli_versions": 5,
     "art_langgraph": 5,
     "art_mcp": 5,
 }
 SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
+SIDEWAYS |= {("cli", "cli_versions")}
 SIDEWAYS |= {("loop", "batches"), ("batches", "rollouts"), ("batches", "summary")}  # the loop's own helpers
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
-LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft"}
+LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft", "cli_versions"}
 
 
 def modules() -> dict[str, Path]:

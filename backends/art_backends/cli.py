@@ -1,4 +1,4 @@
-"""``art-backends``: serve a run folder, train on worked examples, see the status, look at one rollout.
+"""``art-backends``: serve a run folder, train on worked examples, see status, rollouts and versions.
 
 Errors are one clear line on standard error and exit code 2; Ctrl-C is exit code 130. Standard output carries what was
 asked for, nothing else.
@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from art_backends import sft
+from art_backends import cli_versions, sft
 from art_backends.backend import LocalBackend
 from art_backends.client import Client
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     imitating.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     add_arguments(imitating, skip=frozenset({"steps"}))
     imitating.set_defaults(run=_sft)
+
+    cli_versions.add_parser(commands)
 
     status = commands.add_parser("status", help="policies, versions, children, rollouts of a running server")
     _add_folder(status)

@@ -48,7 +48,7 @@ async def to_calls(renderer: Renderer, vocabulary: Vocabulary, example: Mapping[
     own = [at for at, message in enumerate(given) if message.get("role") == "assistant"]
     messages, _ = sanitize(given, vocabulary.special_tokens, own=own)
     tools, _ = sanitize_tools(example.get("tools"), vocabulary.special_tokens)
-    calls = []
+    calls: list[Call] = []
     for at in own:
         prompt = await renderer.tokenize(messages[:at], tools)
         try:

@@ -1,0 +1,181 @@
+"""``art-backends versions``: list, compare, roll back, prune and export the adapter versions of a run folder.
+
+No server may run on the folder (its lock is taken for as long as the command runs). Merging needs torch and runs in a
+process of its own. It refuses to overwrite: an export goes to a new folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from art_backends.errors import ConfigError, ServerError, revive
+from art_backends.server import catalog
+from art_backends.server.folder import POLICY, RunFolder
+
+MERGE_SECONDS = 3600.0
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommands to those of ``art-backends``."""
+    versions = commands.add_parser("versions", help="the adapter versions of a run folder")
+    actions = versions.add_subparsers(required=True, metavar="ACTION")
+
+    listing = actions.add_parser("list", help="all versions with their figures; marks the newest and the best")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.set_defaults(run=_list)
+
+    comparing = actions.add_parser("compare", help="settings and figures that differ between two versions")
+    comparing.add_argument("one", type=int, metavar="N")
+    comparing.add_argument("other", type=int, metavar="M")
+    comparing.add_argument("--json", action="store_true", help="print JSON")
+    comparing.set_defaults(run=_compare)
+
+    rolling = actions.add_parser("rollback", help="make version N the newest; later ones are set aside")
+    rolling.add_argument("version", type=int, metavar="N", help="0: what the run began from")
+    rolling.set_defaults(run=_roll_back)
+
+    pruning = actions.add_parser("prune", help="remove versions; the best, the newest ones and version 0 stay")
+    pruning.add_argument("--keep", type=int, default=3, help="how many of the newest stay (default: 3)")
+    pruning.set_defaults(run=_prune)
+
+    exporting = actions.add_parser("export", help="a folder for PEFT, vLLM or transformers, with a model card")
+    exporting.add_argument("version", type=int, metavar="N")
+    exporting.add_argument("out", type=Path, metavar="FOLDER")
+    exporting.add_argument("--merged", action="store_true", help="base model and adapter in one (safetensors)")
+    exporting.set_defaults(run=_export)
+
+    for action in (listing, comparing, rolling, pruning, exporting):
+        action.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
+
+
+@contextmanager
+def _catalog(folder: Path) -> Iterator[catalog.Catalog]:
+    """The catalog of a folder that nobody else uses; ConfigError before anything is made if it is no run folder."""
+    if not (folder / POLICY).exists():
+        raise ConfigError(f"{folder} is no run folder: it has no {POLICY}")
+    held = RunFolder.acquire(folder)
+    try:
+        yield catalog.read(held.path)
+    finally:
+        held.release()
+
+
+def _console() -> Console:
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+async def _list(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        best, newest = found.best, found.newest
+        if options.json:
+            rows = [
+                {
+                    "version": f"{found.policy}@{entry.version}",
+                    "step": entry.step,
+                    "reward": entry.reward,
+                    "held_out_reward": entry.held_out_reward,
+                    "held_out_success": entry.held_out_success,
+                    "bytes": entry.bytes,
+                    "newest": entry is newest,
+                    "best": entry is best,
+                }
+                for entry in found.entries
+            ]
+            _console().print_json(data=rows)
+            return 0
+        table = Table("version", "step", "reward", "held-out reward", "held-out success", "MB", "")
+        for entry in found.entries:
+            marks = [name for name, other in (("newest", newest), ("best", best)) if entry is other]
+            table.add_row(
+                f"{found.policy}@{entry.version}",
+                str(entry.step),
+                _figure(entry.reward),
+                _figure(entry.held_out_reward),
+                _figure(entry.held_out_success),
+                f"{entry.bytes / 1e6:.1f}",
+                ", ".join(marks),
+            )
+        _console().print(table)
+    return 0
+
+
+async def _compare(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        one, other = found.entry(options.one), found.entry(options.other)
+        rows = catalog.compare(one, other)
+        if options.json:
+            _console().print_json(data={name: [left, right] for name, left, right in rows})
+            return 0
+        table = Table("", f"{found.policy}@{one.version}", f"{found.policy}@{other.version}")
+        for name, left, right in rows:
+            table.add_row(name, _figure(left), _figure(right))
+        _console().print(table)
+    return 0
+
+
+async def _roll_back(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        aside = catalog.roll_back(found, options.version)
+        console = _console()
+        for path in aside:
+            console.print(f"set aside: {path}", soft_wrap=True)
+        console.print(f"{found.policy}@{options.version} is the newest version")
+    return 0
+
+
+async def _prune(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        removed = catalog.prune(found, options.keep)
+        freed = sum(entry.bytes for entry in removed) / 1e6
+        _console().print(f"removed {len(removed)} of {len(found.entries)} versions, {freed:.1f} MB")
+    return 0
+
+
+async def _export(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        if options.merged:
+            await _merge(found, options.version, options.out)
+        else:
+            await asyncio.to_thread(catalog.export_adapter, found, options.version, options.out)
+        _console().print(f"{found.policy}@{options.version} → {options.out}", soft_wrap=True)
+    return 0
+
+
+async def _merge(found: catalog.Catalog, version: int, out: Path) -> None:
+    entry = found.entry(version)
+    catalog.empty(out)
+    command = [sys.executable, "-m", "art_backends.worker.merge", "--base-model", found.base_model]
+    command += ["--digest", found.digest, "--adapter", str(entry.path), "--out", str(out)]
+    template = json.loads((found.folder / POLICY).read_bytes()).get("chat_template")
+    if template is not None:
+        command += ["--chat-template", str(template)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(MERGE_SECONDS):
+            said, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        raise ServerError(f"merging did not end within {MERGE_SECONDS:.0f} s") from None
+    try:
+        problem = json.loads(said.splitlines()[-1])
+    except (ValueError, IndexError):
+        problem = {"type": "ServerError", "message": f"merging ended with exit code {process.returncode}"}
+    if process.returncode or problem:
+        raise revive(str(problem.get("type")), str(problem.get("message")))
+    (out / "README.md").write_text(catalog.card(found, entry, merged=True))
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

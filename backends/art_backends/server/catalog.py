@@ -1,0 +1,212 @@
+"""The versions of a run folder, while no server runs on it: list, compare, roll back, prune, export for PEFT.
+
+A version is never changed. Rolling back sets the later ones aside, pruning removes whole folders, exporting copies.
+What a version is worth is read from ``metrics.jsonl``; the best is the one of the highest held-out reward, or, where
+nothing was held out, of the highest reward of its step.
+
+It refuses to touch a folder whose server runs (see ``RunFolder``), to remove the newest or the best version, and to
+write into a folder that holds anything.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from art_backends.errors import ConfigError
+from art_backends.models import PACKAGES
+from art_backends.server.folder import PolicyFile
+from art_backends.tracking import read_metrics
+from art_backends.training import versions
+
+ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One version and what is known of it; None where nothing is."""
+
+    version: int
+    path: Path
+    step: int
+    bytes: int
+    reward: float | None  # of the rollouts that the step learned from
+    held_out_reward: float | None
+    held_out_success: float | None
+    state: dict[str, Any]
+
+    @property
+    def worth(self) -> tuple[bool, float]:
+        """What the best version has most of: a held-out reward counts before any other."""
+        held = self.held_out_reward
+        return held is not None, (held if held is not None else self.reward) or 0.0
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All versions of a run folder, oldest first."""
+
+    folder: Path
+    policy: str
+    base_model: str
+    digest: str
+    entries: list[Entry]
+
+    def entry(self, version: int) -> Entry:
+        """ConfigError, naming those there are, if there is no such version."""
+        for entry in self.entries:
+            if entry.version == version:
+                return entry
+        known = ", ".join(f"@{entry.version}" for entry in self.entries) or "none"
+        raise ConfigError(f"{self.folder} has no version {self.policy}@{version}; there are: {known}")
+
+    @property
+    def newest(self) -> Entry | None:
+        return self.entries[-1] if self.entries else None
+
+    @property
+    def best(self) -> Entry | None:
+        """The most worth, the newer one of equals."""
+        known = [entry for entry in self.entries if entry.held_out_reward is not None or entry.reward is not None]
+        return max(known, key=lambda entry: (*entry.worth, entry.version), default=None)
+
+
+def read(folder: Path) -> Catalog:
+    """The catalog of a run folder; ConfigError if it is none."""
+    policy = PolicyFile.read(folder)
+    if policy is None:
+        raise ConfigError(f"{folder} is no run folder: it has no policy.json")
+    name = str(policy.fixed["name"])
+    rows = read_metrics(folder / METRICS)
+    rewards = {row["version"]: row.get("reward") for row in rows if "step" in row and row.get("outcome") == "committed"}
+    held = {row["version"]: row for row in rows if "evaluation" in row}
+    found = versions.list_versions(folder / "versions", name)
+    begun = versions.read_version(folder / "versions", name, 0)
+    entries = []
+    for info in ([begun] if begun is not None else []) + found:
+        evaluation = held.get(versions.name_of(name, info.version), {})
+        entries.append(
+            Entry(
+                version=info.version,
+                path=info.path,
+                step=int(info.state.get("step", info.version)),
+                bytes=sum(file.stat().st_size for file in info.path.iterdir() if file.is_file()),
+                reward=rewards.get(info.version, info.state.get("metrics", {}).get("reward")),
+                held_out_reward=evaluation.get("held_out/reward"),
+                held_out_success=evaluation.get("held_out/success"),
+                state=info.state,
+            )
+        )
+    return Catalog(folder, name, policy.base_model, policy.digest, entries)
+
+
+def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
+    """What differs between two versions: settings they were made with and figures, (name, one's, other's)."""
+    rows: list[tuple[str, Any, Any]] = []
+    for name in ("step", "reward", "held_out_reward", "held_out_success"):
+        rows.append((name, getattr(one, name), getattr(other, name)))
+    settings, others = one.state.get("config", {}), other.state.get("config", {})
+    rows += [
+        (name, settings.get(name), others.get(name))
+        for name in sorted({*settings, *others})
+        if settings.get(name) != others.get(name)
+    ]
+    figures, more = one.state.get("metrics", {}), other.state.get("metrics", {})
+    rows += [(name, figures.get(name), more.get(name)) for name in sorted({*figures, *more} - {"reward"})]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def roll_back(catalog: Catalog, to: int) -> list[Path]:
+    """Make ``to`` the newest version; the later ones are set aside. Returns where they are now.
+
+    The steps that made them are made anew by the next run on this folder. Version 0 is what the run began from.
+    """
+    if to != 0:
+        catalog.entry(to)
+    aside = []
+    for entry in reversed(catalog.entries):  # the newest first: wherever this is cut short, the rest is a whole run
+        if entry.version > to:
+            place = entry.path.with_name(f"aside-{entry.path.name}-{uuid.uuid4().hex[:8]}")
+            entry.path.rename(place)
+            aside.append(place)
+    return aside
+
+
+def prune(catalog: Catalog, keep: int) -> list[Entry]:
+    """Remove all versions but the newest ``keep``, the best, and version 0. Returns those removed."""
+    if keep < 1:
+        raise ConfigError("at least the newest version is kept: --keep must be 1 or more")
+    kept = {entry.version for entry in catalog.entries[-keep:]} | {0}
+    if catalog.best is not None:
+        kept.add(catalog.best.version)
+    removed = [entry for entry in catalog.entries if entry.version not in kept]
+    for entry in removed:
+        gone = entry.path.with_name(f"{versions.TEMPORARY}pruned-{entry.path.name}-{uuid.uuid4().hex[:8]}")
+        entry.path.rename(gone)  # at once: a folder that is half removed is no version
+        shutil.rmtree(gone)
+    return removed
+
+
+def export_adapter(catalog: Catalog, version: int, out: Path) -> None:
+    """Write the adapter to ``out`` as PEFT and vLLM load it, with a model card and without any local path."""
+    entry = catalog.entry(version)
+    empty(out)
+    base = public_name(catalog.base_model)
+    settings = json.loads((entry.path / ADAPTER[1]).read_bytes())
+    settings["base_model_name_or_path"] = base
+    (out / ADAPTER[1]).write_bytes(versions.encode_json(settings))
+    shutil.copyfile(entry.path / ADAPTER[0], out / ADAPTER[0])
+    (out / "README.md").write_text(card(catalog, entry, merged=False))
+
+
+def empty(out: Path) -> None:
+    """Make ``out``; ConfigError if something is in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise ConfigError(f"{out} is not empty: give a new folder")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error.strerror}") from None
+
+
+def public_name(base_model: str) -> str:
+    """The base model's name without a path of this machine: a hub name, or the folder's own name."""
+    for package in PACKAGES:
+        if base_model == package.spec:
+            return package.model
+    path = Path(base_model).expanduser()
+    return path.name if path.is_absolute() or path.exists() or base_model.startswith((".", "~")) else base_model
+
+
+def card(catalog: Catalog, entry: Entry, *, merged: bool) -> str:
+    """A model card in Markdown."""
+    base = public_name(catalog.base_model)
+    config = entry.state.get("config", {})
+    what = "merged weights" if merged else f"LoRA adapter, rank {config.get('rank', 'unknown')}"
+    figures = {
+        "training steps": entry.step,
+        "reward of the last step's rollouts": entry.reward,
+        "held-out reward": entry.held_out_reward,
+        "held-out success": entry.held_out_success,
+        "learning rate": config.get("learning_rate"),
+        "SHA-256 of the base model's weight files": catalog.digest,
+    }
+    use = (
+        'AutoModelForCausalLM.from_pretrained("THIS_FOLDER")'
+        if merged
+        else f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "THIS_FOLDER")'
+    )
+    lines = ["---", f"base_model: {base}", "library_name: " + ("transformers" if merged else "peft"), "tags:", "- lora"]
+    lines += ["- grpo", "---", "", f"# {catalog.policy}, version {entry.version}", ""]
+    lines += [f"{what} of `{base}`, trained in place with art-inplace.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in figures.items() if value is not None]
+    lines += ["", "```python", use, "```", ""]
+    if not merged:
+        lines += ["vLLM: `--enable-lora --lora-modules NAME=THIS_FOLDER`.", ""]
+    lines += ["The base model's licence holds for these weights too.", ""]
+    return "\n".join(lines)
