@@ -54,13 +54,17 @@ def _unpack(kind: str, blob: bytes) -> array[Any]:
     return values
 
 
+def json_text(value: Any) -> bytes:
+    """JSON; TypeError for values that are not."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    except orjson.JSONEncodeError:  # lone surrogates and integers beyond 64 bits, which an agent's data may hold
+        return json.dumps(value).encode()
+
+
 def pack_json(value: Any) -> bytes:
     """Compressed JSON; TypeError for values that are not JSON."""
-    try:
-        text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    except orjson.JSONEncodeError:  # lone surrogates and integers beyond 64 bits, which an agent's data may hold
-        text = json.dumps(value).encode()
-    return zlib.compress(text, 1)
+    return zlib.compress(json_text(value), 1)
 
 
 def unpack_json(blob: bytes) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from art_backends.errors import StoreError
 
-VERSION = 1
+VERSION = 2
 APPLICATION_ID = 0x41525431  # "ART1"
 
 # Token ids are little-endian int32, logprobs little-endian float32; *_json columns are zlib-compressed JSON.
@@ -58,9 +58,14 @@ CREATE TABLE calls (
     finished         REAL,
     request_json     BLOB NOT NULL,
     prompt_token_ids BLOB NOT NULL,
-    facts_json       BLOB NOT NULL           -- the remaining fields of the call
+    facts_json       BLOB NOT NULL,          -- the remaining fields of the call
+    base             INTEGER REFERENCES calls (number),  -- request and prompt are what they add to this call's
+    base_choice      INTEGER,                -- position of its answer that the prompt goes on with
+    shared_ids       INTEGER NOT NULL DEFAULT 0,
+    shared_messages  INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX calls_by_rollout ON calls (rollout_id, sequence, number);
+CREATE INDEX calls_by_base ON calls (base) WHERE base IS NOT NULL;
 CREATE TABLE choices (
     call          INTEGER NOT NULL REFERENCES calls (number) ON DELETE CASCADE,
     position      INTEGER NOT NULL,
@@ -90,7 +95,15 @@ CREATE TABLE trained (
 """
 
 # MIGRATIONS[n] brings schema n to schema n + 1: SQL statements, each ending in ";".
-MIGRATIONS: dict[int, str] = {}
+MIGRATIONS: dict[int, str] = {
+    1: """
+ALTER TABLE calls ADD COLUMN base INTEGER REFERENCES calls (number);
+ALTER TABLE calls ADD COLUMN base_choice INTEGER;
+ALTER TABLE calls ADD COLUMN shared_ids INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE calls ADD COLUMN shared_messages INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX calls_by_base ON calls (base) WHERE base IS NOT NULL;
+""",
+}
 
 
 def upgrade(

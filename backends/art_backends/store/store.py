@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,10 +22,12 @@ from typing import Any, Literal, cast
 from art_backends.store import rows
 from art_backends.store.codec import pack_json, unpack_json
 from art_backends.store.database import ConflictError, Database, NotFoundError
+from art_backends.store.deltas import Known
 from art_backends.trajectories import Call, CallStatus, Purpose, Rollout, RolloutError
 
 TokenKind = Literal["admin", "agent", "rollout"]
 MAX_PAGE = 10_000
+KNOWN_ROLLOUTS = 256  # whose calls are remembered, for the next ones to stand on
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._known: OrderedDict[str, dict[int, Known]] = OrderedDict()  # by rollout and number; of recent rollouts
 
     @classmethod
     def open(cls, path: Path) -> Store:
@@ -126,6 +131,7 @@ class Store:
                 "UPDATE rollouts SET closed = 1, result_json = ?, reward = ?, fault = ?, finished = ? WHERE id = ?",
                 (pack_json(result), reward, fault, time.time() if finished is None else finished, rollout_id),
             )
+            self._known.pop(rollout_id, None)
             return rows.rollout_of(cast(sqlite3.Row, _rollout_row(connection, rollout_id)))
 
     def close_open_rollouts(self, *, fault: str, opened_before: float) -> list[str]:
@@ -205,7 +211,7 @@ class Store:
 
     def begin_call(self, call: Call) -> None:
         """Write a call's intent. ConflictError if its rollout is closed (or unknown), or its id is taken."""
-        with self._database.write() as connection:
+        with self._call_written(call) as connection:
             if call.rollout_id is not None:
                 row = _rollout_row(connection, call.rollout_id)
                 if row is None or row["closed"]:
@@ -213,7 +219,7 @@ class Store:
                     raise ConflictError(f"call {call.id}: rollout {call.rollout_id} is {state}")
             if connection.execute("SELECT 1 FROM calls WHERE id = ?", (call.id,)).fetchone():
                 raise ConflictError(f"call {call.id} has begun already")
-            rows.write_call(connection, call)
+            self._write_call(connection, call)
 
     def finish_call(self, call: Call) -> None:
         """Write a call's outcome in place of its intent; the same outcome again changes nothing.
@@ -221,14 +227,37 @@ class Store:
         A call that ends after its rollout was closed is kept but marked ``excluded="late"``: what a closed rollout
         trains never changes any more.
         """
-        with self._database.write() as connection:
+        with self._call_written(call) as connection:
             row = None if call.rollout_id is None else _rollout_row(connection, call.rollout_id)
             if row is not None and row["closed"]:
                 before = connection.execute("SELECT status FROM calls WHERE id = ?", (call.id,)).fetchone()
                 if before is not None and before[0] != CallStatus.OPEN.value:
                     return
                 call = call.model_copy(update={"excluded": call.excluded or "late"})
+            self._write_call(connection, call)
+
+    def _write_call(self, connection: sqlite3.Connection, call: Call) -> None:
+        """Write a call beside what is known of its rollout; the lock of the writer is held."""
+        if call.rollout_id is None:
             rows.write_call(connection, call)
+            return
+        known = self._known.pop(call.rollout_id, None)
+        if known is None:
+            known = {item.number: item for item in rows.known_of(connection, call.rollout_id)}
+        written = rows.write_call(connection, call, [known[number] for number in sorted(known)])
+        self._known[call.rollout_id] = {**known, written.number: written}
+        if len(self._known) > KNOWN_ROLLOUTS:
+            self._known.popitem(last=False)
+
+    @contextmanager
+    def _call_written(self, call: Call) -> Iterator[sqlite3.Connection]:
+        """A transaction that writes this call; if it fails, what is known of the rollout is read anew next time."""
+        try:
+            with self._database.write() as connection:
+                yield connection
+        except BaseException:
+            self._known.pop(call.rollout_id or "", None)
+            raise
 
     def calls(self, rollout_id: str) -> list[Call]:
         """The calls of a rollout in order of arrival."""
