@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from art_backends import capture
-from art_backends.backend import LocalBackend
+from art_backends.backend import LocalServer
 from art_backends.config import TrainConfig, load_toml, make_config
 from art_backends.display import Display, make_display
 from art_backends.errors import ConfigError
@@ -72,7 +72,7 @@ async def atrain(
         for warning in filter(None, [*graph_warnings(loaded), cache_warning()]):
             shown.warn(warning)
         shown.note(f"starting the server on {made.folder}")
-        async with LocalBackend(made) as backend:
+        async with LocalServer(made) as backend:
             capture.install()
             install_hook()
             try:

@@ -55,7 +55,8 @@ def main() -> int:
         }
     one, many = result["long"], result["many"]
     print(
-        f"{options.turns} turns: {one['bytes_per_rollout'] / 1e3:.1f} kB a rollout, {one['bytes_to_content']:.2f} × content,"
+        f"{options.turns} turns: {one['bytes_per_rollout'] / 1e3:.1f} kB a rollout, "
+        f"{one['bytes_to_content']:.2f} × content,"
     )
     print(f"  {one['naive_to_bytes']:.1f} × smaller than written whole")
     print(

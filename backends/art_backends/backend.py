@@ -1,9 +1,9 @@
-"""LocalBackend: a run folder and the server process that works on it, for the length of an ``async with``.
+"""The server as a child of this process: ``LocalServer`` on one run folder, ``LocalBackend`` on several.
 
-    async with LocalBackend(config) as backend:
-        status = await backend.client.status()
+    async with LocalServer(config) as server:
+        status = await server.client.status()
 
-The server (proxy, store, policy) is a process of its own with the worker (engine and trainer) as its child; both end
+A server (proxy, store, policy) is a process of its own with the worker (engine and trainer) as its child; both end
 with this process, killed or not. It refuses to import the server or torch: it starts a process and speaks HTTP.
 """
 
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -28,7 +29,7 @@ START_DEADLINE = 1800.0  # seconds; the first start may download a base model
 STOP_DEADLINE = 30.0  # seconds
 
 
-class LocalBackend:
+class LocalServer:
     """The server on a run folder, started here. ``url`` is its address, ``client`` speaks to its control API."""
 
     def __init__(self, config: TrainConfig, *, python: str = sys.executable) -> None:
@@ -42,10 +43,10 @@ class LocalBackend:
     @property
     def client(self) -> Client:
         if self._client is None:
-            raise ServerError("the backend is not started: use it as `async with LocalBackend(...) as backend`")
+            raise ServerError("the backend is not started: use it as `async with LocalServer(...) as backend`")
         return self._client
 
-    async def __aenter__(self) -> LocalBackend:
+    async def __aenter__(self) -> LocalServer:
         logs = self.folder / "logs"
         try:
             logs.mkdir(parents=True, exist_ok=True)
@@ -119,3 +120,44 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+
+
+class LocalBackend:
+    """Servers for models under one folder: ``path/PROJECT/NAME`` is the run folder of each.
+
+    ``async with LocalBackend(path="./.art") as backend``, or ``await backend.close()`` in the end; a process that ends
+    without either takes its servers along.
+    """
+
+    def __init__(self, *, path: Path | str = ".art", python: str = sys.executable) -> None:
+        self.path = Path(path)
+        self._python = python
+        self._servers: dict[Path, LocalServer] = {}
+        self._closing: list[Callable[[], Awaitable[None]]] = []
+
+    def before_close(self, what: Callable[[], Awaitable[None]]) -> None:
+        """Await this when the backend is closed, before the servers stop."""
+        self._closing.append(what)
+
+    async def start(self, config: TrainConfig) -> LocalServer:
+        """The server on ``config.folder``, started now unless it runs."""
+        folder = config.folder.expanduser().absolute()
+        if folder not in self._servers:
+            self._servers[folder] = await LocalServer(config, python=self._python).__aenter__()
+        return self._servers[folder]
+
+    async def close(self) -> None:
+        """Stop all servers."""
+        while self._closing:
+            await self._closing.pop()()
+        while self._servers:
+            _, server = self._servers.popitem()
+            await server.__aexit__(None, None, None)
+
+    async def __aenter__(self) -> LocalBackend:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

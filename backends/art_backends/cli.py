@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from art_backends import cli_versions, sft
-from art_backends.backend import LocalBackend
+from art_backends.backend import LocalServer
 from art_backends.client import Client
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
 from art_backends.display import make_display
@@ -130,7 +130,7 @@ async def _sft(options: argparse.Namespace) -> int:
     console = _console()
     # so that a schedule of the learning rate spans the run
     config = config.model_copy(update={"steps": -(-len(examples) * options.epochs // options.batch_size)})
-    async with LocalBackend(config) as backend:
+    async with LocalServer(config) as backend:
         report = await sft.run(
             client=backend.client,
             config=config,

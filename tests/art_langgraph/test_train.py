@@ -76,7 +76,7 @@ def _no_server(monkeypatch):
     def started(*_, **__):
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr(MODULE, "LocalBackend", started)
+    monkeypatch.setattr(MODULE, "LocalServer", started)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ async def test_capture_is_taken_back_when_the_run_fails(monkeypatch, tmp_path):
         seen.append(capture.is_installed())
         raise ArtError("trouble")
 
-    monkeypatch.setattr(MODULE, "LocalBackend", Backend)
+    monkeypatch.setattr(MODULE, "LocalServer", Backend)
     monkeypatch.setattr(MODULE, "run", run)
 
     class Graph:

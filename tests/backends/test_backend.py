@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from art_backends import backend as module
-from art_backends.backend import LocalBackend
+from art_backends.backend import LocalServer
 from art_backends.config import TrainConfig
 from art_backends.errors import ArtError, FolderInUseError, ModelNotFoundError, ServerError
 
@@ -62,7 +62,7 @@ def gone(pid: int) -> bool:
 
 
 async def test_a_server_for_the_length_of_a_block(config, python):
-    async with LocalBackend(config, python=python(REAL_SERVER)) as backend:
+    async with LocalServer(config, python=python(REAL_SERVER)) as backend:
         status = await backend.client.status()
         assert [(policy["name"], policy["base_model"]) for policy in status["policies"]] == [("mine", "fake")]
         assert status["policies"][0]["models"] == ["gpt-4o-mini"]
@@ -78,12 +78,12 @@ async def test_a_server_for_the_length_of_a_block(config, python):
 
 async def test_two_on_one_folder_and_again_when_the_first_is_done(config, python):
     own = python(REAL_SERVER)
-    async with LocalBackend(config, python=own) as first:
+    async with LocalServer(config, python=own) as first:
         with pytest.raises(FolderInUseError, match=f"in use by process .* at {first.url}"):
-            async with LocalBackend(config, python=own):
+            async with LocalServer(config, python=own):
                 pytest.fail("the folder is in use")
         assert await first.client.status()  # the first is left alone
-    async with LocalBackend(config, python=own) as again:
+    async with LocalServer(config, python=own) as again:
         assert await again.client.status()
 
 
@@ -95,7 +95,7 @@ async def test_settings_travel_in_a_private_file(config, python, tmp_path):
         out.write(oct(os.stat(file).st_mode & 0o777) + open(file).read())
     """
     with pytest.raises(ServerError):
-        async with LocalBackend(config, python=python(code)):
+        async with LocalServer(config, python=python(code)):
             pass
     seen = (tmp_path / "seen").read_text()
     assert seen.startswith(oct(stat.S_IRUSR | stat.S_IWUSR))
@@ -106,7 +106,7 @@ async def test_settings_travel_in_a_private_file(config, python, tmp_path):
 async def test_what_the_server_refuses_is_the_error_here(config, python):
     said = {"ready": False, "type": "ModelNotFoundError", "message": "base model 'x' was not found"}
     with pytest.raises(ModelNotFoundError, match="base model 'x' was not found"):
-        async with LocalBackend(config, python=python(f"print({json.dumps(said)!r})")):
+        async with LocalServer(config, python=python(f"print({json.dumps(said)!r})")):
             pass
 
 
@@ -114,13 +114,13 @@ async def test_what_the_server_refuses_is_the_error_here(config, python):
 async def test_a_server_that_ends_shows_its_log(config, python, code):
     own = python(f"import sys; sys.stderr.write('the reason\\n'); sys.stderr.flush()\n{code}")
     with pytest.raises(ServerError, match=r"ended before it was ready; end of .*server.log:\n(.|\n)*the reason"):
-        async with LocalBackend(config, python=own):
+        async with LocalServer(config, python=own):
             pass
 
 
 async def test_a_server_that_says_nothing_at_all(config, python):
     with pytest.raises(ServerError, match=r"server.log is empty"):
-        async with LocalBackend(config, python=python("")):
+        async with LocalServer(config, python=python("")):
             pass
 
 
@@ -128,7 +128,7 @@ async def test_a_server_that_never_answers_is_ended(config, python, monkeypatch,
     monkeypatch.setattr(module, "START_DEADLINE", 1.0)
     own = python(f"import os, sys; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); sys.stdin.read()")
     with pytest.raises(ServerError, match="did not start in 1 s"):
-        async with LocalBackend(config, python=own):
+        async with LocalServer(config, python=own):
             pass
     assert not (tmp_path / "pid").exists() or gone(int((tmp_path / "pid").read_text()))
 
@@ -149,7 +149,7 @@ async def test_a_server_that_does_not_stop_is_killed_with_its_children(config, p
     threading.Event().wait()
     """
     child_ended = asyncio.create_task(asyncio.to_thread(pipe.read_text))  # a pipe ends with those who hold it
-    async with LocalBackend(config, python=python(code)):
+    async with LocalServer(config, python=python(code)):
         assert not child_ended.done()
     await asyncio.wait_for(child_ended, 20)
     assert gone(int((tmp_path / "pid").read_text()))
@@ -158,7 +158,7 @@ async def test_a_server_that_does_not_stop_is_killed_with_its_children(config, p
 async def test_cancelled_while_it_starts_leaves_no_process(config, python, tmp_path):
     os.mkfifo(tmp_path / "began")
     own = python(f"import os, sys; open({str(tmp_path / 'began')!r}, 'w').write(str(os.getpid())); sys.stdin.read()")
-    starting = asyncio.ensure_future(LocalBackend(config, python=own).__aenter__())
+    starting = asyncio.ensure_future(LocalServer(config, python=own).__aenter__())
     pid = int(await asyncio.to_thread((tmp_path / "began").read_text))
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -171,10 +171,10 @@ def test_the_server_ends_when_its_starter_is_killed(config, python):
     script = f"""
 import asyncio
 from pathlib import Path
-from art_backends.backend import LocalBackend
+from art_backends.backend import LocalServer
 from art_backends.config import TrainConfig
 async def main():
-    async with LocalBackend(TrainConfig(folder=Path({str(config.folder)!r})), python={python(REAL_SERVER)!r}):
+    async with LocalServer(TrainConfig(folder=Path({str(config.folder)!r})), python={python(REAL_SERVER)!r}):
         print("up", flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())
@@ -189,18 +189,18 @@ asyncio.run(main())
 
 
 async def test_the_client_before_the_start(config):
-    with pytest.raises(ServerError, match="async with LocalBackend"):
-        _ = LocalBackend(config).client
+    with pytest.raises(ServerError, match="async with LocalServer"):
+        _ = LocalServer(config).client
 
 
 async def test_a_folder_that_cannot_be_made(config):
     config.folder.write_text("a file")
     with pytest.raises(ServerError, match=r"run folder .* cannot be made: (Not a directory|File exists)"):
-        async with LocalBackend(config):
+        async with LocalServer(config):
             pass
 
 
 async def test_a_python_that_is_not_there(config, tmp_path):
     with pytest.raises(ArtError, match=r"the server could not be started: .*nothing"):
-        async with LocalBackend(config, python=str(tmp_path / "nothing")):
+        async with LocalServer(config, python=str(tmp_path / "nothing")):
             pass

@@ -1,0 +1,179 @@
+"""A loop written by hand, in ART's shape: play, score, group, train, again; on the real server and a random model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from art_backends.backend import LocalBackend
+from art_backends.errors import ConfigError, RewardError, ServerError, TrainingError
+from art_backends.model import TrainableModel, Trajectory, TrajectoryGroup, gather_trajectory_groups
+from art_backends.trajectories import CaptureLevel
+
+pytestmark = pytest.mark.timeout(300)
+
+SETTINGS: dict[str, Any] = {"rank": 2, "alpha": 4.0, "threads": 1, "learning_rate": 1e-2}
+
+
+def a_model(base: Path, **settings: Any) -> TrainableModel:
+    return TrainableModel(project="games", name="agent-1", base_model=str(base), **{**SETTINGS, **settings})
+
+
+async def play(model: TrainableModel, seed: int, turns: int = 2) -> Trajectory:
+    """Two turns; the reward is the share of letters in what the model says."""
+    client = model.openai_client()
+    trajectory = Trajectory(messages=[{"role": "user", "content": f"Say {seed}."}])
+    said = ""
+    for _ in range(turns):
+        completion = await client.chat.completions.create(
+            model=model.get_inference_name(), messages=trajectory.messages, max_completion_tokens=8
+        )
+        answer = completion.choices[0].message
+        said += answer.content or ""
+        trajectory.messages += [answer, {"role": "user", "content": "Go on."}]
+    trajectory.reward = sum(c.isascii() and c.isalpha() for c in said) / (len(said) or 1)
+    trajectory.metrics["length"] = len(said)
+    return trajectory
+
+
+def groups(model: TrainableModel, count: int = 2, size: int = 3) -> list[TrajectoryGroup]:
+    return [TrajectoryGroup(play(model, seed) for _ in range(size)) for seed in range(count)]
+
+
+async def test_a_loop_plays_trains_and_goes_on(tmp_path: Path, model: Path) -> None:
+    async with LocalBackend(path=tmp_path) as backend:
+        mine = a_model(model)
+        await mine.register(backend)
+        while await mine.get_step() < 2:
+            gathered = await gather_trajectory_groups(groups(mine))
+            assert [len(group) for group in gathered] == [3, 3]
+            outcome = await mine.train(gathered)
+            assert (outcome.kind, outcome.metrics["trajectories/trained"]) == ("committed", 6.0)
+        client = mine._running().client
+        found = await client.rollouts(policy="agent-1", step=2)
+        assert len(found) == 6
+        assert len({rollout.group for rollout in found}) == 2
+        first = await client.rollout(found[0].id)
+        assert first.closed
+        assert first.metrics["length"] > 0
+        assert first.output["messages"][1]["role"] == "assistant"
+        assert [call.capture for call in first.calls] == [CaptureLevel.TOKENS] * 2
+        assert first.calls[1].continues == first.calls[0].id
+        assert {call.version for call in first.calls} == {"agent-1@1"}
+        outside = await mine.openai_client().chat.completions.create(
+            model=mine.get_inference_name(), messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=4
+        )
+        assert outside.choices[0].message.content is not None
+        assert (await client.status())["proxy"]["unattributed"] == 1
+    async with LocalBackend(path=tmp_path) as backend:  # another day
+        again = a_model(model)
+        await again.register(backend)
+        assert await again.get_step() == 2
+        outcome = await again.train(await gather_trajectory_groups(groups(again)), learning_rate=5e-3)
+        assert (outcome.version, outcome.metrics["learning_rate"]) == (3, 5e-3)
+    assert (tmp_path / "games/agent-1/versions/agent-1@3").is_dir()
+
+
+async def test_failures_are_bounded_and_never_trained(tmp_path: Path, model: Path) -> None:
+    never = asyncio.Event()
+    turn = itertools.count()
+
+    async def sometimes(mine: TrainableModel) -> Trajectory:
+        number = next(turn)
+        trajectory = await play(mine, 1, turns=1)
+        if number == 0:
+            raise ValueError("the game crashed")
+        if number == 1:
+            await never.wait()
+        return trajectory
+
+    async with LocalBackend(path=tmp_path) as backend:
+        mine = a_model(model)
+        await mine.register(backend)
+        (group,) = await gather_trajectory_groups(
+            [TrajectoryGroup(sometimes(mine) for _ in range(5))], max_exceptions=2, timeout=20
+        )
+        assert len(group) == 3
+        assert sorted(type(error).__name__ for error in group.exceptions) == ["TimeoutError", "ValueError"]
+        client = mine._running().client
+        closed = await client.rollouts(policy="agent-1", closed=True)
+        assert sorted((rollout.fault or "").split(":")[1].strip() for rollout in closed) == [
+            "TimeoutError",
+            "ValueError",
+        ]
+        await mine.train([group])
+        assert await mine.get_step() == 1
+        turn = itertools.count()
+        with pytest.raises(ValueError, match="the game crashed"):
+            await gather_trajectory_groups([TrajectoryGroup(sometimes(mine) for _ in range(3))], timeout=20)
+
+
+async def test_one_client_shared_by_fifty_trajectories_at_once(tmp_path: Path, model: Path) -> None:
+    """The prompt itself says whose call it was."""
+    async with LocalBackend(path=tmp_path) as backend:
+        mine = a_model(model)
+        await mine.register(backend)
+        client = mine.openai_client()
+
+        async def ask(number: int) -> Trajectory:
+            for turn in range(2):
+                content = f"I am {number}, turn {turn}."
+                await client.chat.completions.create(
+                    model="any name", messages=[{"role": "user", "content": content}], max_completion_tokens=2
+                )
+                await asyncio.sleep(0)
+            return Trajectory(reward=float(number), metadata={"number": number})
+
+        (group,) = await gather_trajectory_groups([TrajectoryGroup(ask(number) for number in range(50))], timeout=200)
+        assert len(group) == 50
+        await mine.train([group])
+        server = mine._running().client
+        for rollout in await server.rollouts(policy="agent-1"):
+            whole = await server.rollout(rollout.id)
+            said = [call.request["messages"][0]["content"] for call in whole.calls]
+            assert said == [f"I am {rollout.reward:.0f}, turn {turn}." for turn in range(2)]
+
+
+async def test_a_judge_sees_every_whole_group(tmp_path: Path, model: Path) -> None:
+    async def judge(group: TrajectoryGroup) -> TrajectoryGroup:
+        for rank, trajectory in enumerate(group):
+            trajectory.reward = float(rank)
+        return group
+
+    async with LocalBackend(path=tmp_path) as backend:
+        mine = a_model(model)
+        await mine.register(backend)
+        gathered = await gather_trajectory_groups(groups(mine), after_each=judge)
+        assert [[t.reward for t in group] for group in gathered] == [[0.0, 1.0, 2.0]] * 2
+        outcome = await mine.train(gathered)
+        assert outcome.metrics["reward"] == pytest.approx(1.0)
+
+
+async def test_what_cannot_be_trained_is_refused_before_anything_is_closed(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="project: 'a/b'"):
+        TrainableModel(project="a/b", name="x", base_model="y")
+    with pytest.raises(ConfigError, match="TrainableModel: rank"):
+        a_model(model, rank=0)
+    mine = a_model(model)
+    with pytest.raises(ServerError, match=r"await model\.register"):
+        mine.openai_client()
+    async with LocalBackend(path=tmp_path) as backend:
+        await mine.register(backend)
+        gathered = await gather_trajectory_groups(groups(mine))
+        with pytest.raises(TrainingError, match="no trajectory"):
+            await mine.train([])
+        with pytest.raises(TrainingError, match="no call to learn from"):
+            await mine.train([*gathered, TrajectoryGroup([], trajectories=[Trajectory(reward=1.0)])])
+        kept, gathered[0].trajectories[0].reward = gathered[0].trajectories[0].reward, None
+        with pytest.raises(RewardError, match="reward is None"):
+            await mine.train(gathered)
+        gathered[0].trajectories[0].reward = kept
+        assert not await mine._running().client.rollouts(policy="agent-1", closed=True)
+        await mine.train(gathered)
+        with pytest.raises(TrainingError, match="gathered for step 1, this is step 2"):
+            await mine.train(gathered)
+        with pytest.raises(TypeError, match="returned int, not a Trajectory"):
+            await gather_trajectory_groups([TrajectoryGroup([asyncio.sleep(0, 1)])])
