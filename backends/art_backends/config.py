@@ -57,9 +57,12 @@ class TrainConfig(BaseModel):
         0, ge=0, description="evaluate on the held-out scenarios every N steps (0: before and after)"
     )
     target_success: float | None = Field(
-        None, ge=0, le=1, description="stop when the sampled success of a step reaches this (needs a success metric)"
+        None,
+        ge=0,
+        le=1,
+        description="stop when the sampled success of the last target_steps steps reaches this in the mean",
     )
-    target_steps: int = Field(2, ge=1, description="steps in a row that must reach target_success")
+    target_steps: int = Field(2, ge=1, description="steps whose success is averaged for target_success")
     shuffle: bool = Field(
         True, description="draw the scenarios in an order of their own per epoch and seed, or take them as they stand"
     )

@@ -109,10 +109,13 @@ def by_step(rows: Iterable[Mapping[str, Any]], newest: int) -> dict[int, Row]:
     return {step: row for step, row in sorted(found.items()) if int(row.get("version", 0)) <= newest}
 
 
-def reached(rows: Sequence[Mapping[str, Any]], target: float | None, in_a_row: int) -> bool:
-    """Whether the last ``in_a_row`` steps each sampled at least ``target`` success."""
-    last = [row.get("success") for row in rows[-in_a_row:]]
-    return target is not None and len(last) == in_a_row and all(value is not None and value >= target for value in last)
+def reached(rows: Sequence[Mapping[str, Any]], target: float | None, steps: int) -> bool:
+    """Whether the last ``steps`` steps sampled at least ``target`` success in the mean.
+
+    A step has few scenarios, so that one which fails in all its rollouts weighs much: the mean of several says more.
+    """
+    last = [row["success"] for row in rows[-steps:] if row.get("success") is not None]
+    return target is not None and len(last) == steps and fmean(last) >= target
 
 
 def examples(before: Sequence[Rollout], after: Sequence[Rollout], limit: int = 5) -> list[Example]:

@@ -66,18 +66,20 @@ def test_rows_by_step():
 
 
 @pytest.mark.parametrize(
-    ("values", "target", "in_a_row", "expected"),
+    ("values", "target", "steps", "expected"),
     [
         ([0.9, 0.9], 0.9, 2, True),
         ([0.9, 0.8, 0.9], 0.9, 2, False),
+        ([0.1, 0.75, 1.0], 0.875, 2, True),
+        ([1.0, 1.0, 0.7], 0.9, 2, False),
         ([0.9], 0.9, 2, False),
         ([None, None], 0.0, 2, False),
         ([None, 1.0], 0.5, 2, False),
         ([1.0, 1.0], None, 2, False),
     ],
 )
-def test_a_target_must_be_reached_in_a_row(values, target, in_a_row, expected):
-    assert reached([{"success": value} for value in values], target, in_a_row) is expected
+def test_a_target_must_be_reached_by_the_mean_of_the_last_steps(values, target, steps, expected):
+    assert reached([{"success": value} for value in values], target, steps) is expected
 
 
 def test_an_evaluation_counts_faults_beside_its_means():
