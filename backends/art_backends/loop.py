@@ -33,7 +33,7 @@ from art_backends.tracking import MetricsFile, Row, Sink
 from art_backends.trajectories import CallStatus, Purpose, Rollout
 from art_backends.waiting import watched
 
-MAX_SKIPPED = 3  # steps in a row without a spread, before anything was learned, until the run is given up
+MAX_SKIPPED = 3  # steps in a row without a spread, from the start on, until the run is given up
 MAX_SETTLED = 8  # the same, once something was learned: there is nothing more to learn from these scenarios
 STALL_SECONDS = 1800.0  # a training step that makes no progress for so long has hung
 POLL_SECONDS = 2.0  # between looks at the engine's speed
@@ -108,6 +108,7 @@ class _Loop:
         self._last_engine: dict[str, float] = {}
         self._drifted: int | None = None
         self._trainable = False  # whether a trainable call of the agent was seen
+        self._learned = False  # whether a step since the start, or the restart, learned anything
         self._settled = False  # nothing more can be learned
         self._failing: str | None = None  # the agent's most frequent error, if it failed in all of the last step
 
@@ -126,7 +127,8 @@ class _Loop:
                 began = time.monotonic()
                 row = await self._step(step)
                 skipped = skipped + 1 if row["outcome"] == "skipped" else 0
-                if skipped >= MAX_SKIPPED and (not self._version or self._failing is not None):
+                self._learned = self._learned or row["outcome"] == "committed"
+                if skipped >= MAX_SKIPPED and (not self._learned or self._failing is not None):
                     raise NothingToLearnError(_nothing(row, skipped, self._failing))
                 if skipped >= MAX_SETTLED:
                     self._settled = True

@@ -115,7 +115,7 @@ def served(case: Case, server: Any, monkeypatch: pytest.MonkeyPatch) -> Case:
         async def __aexit__(self, *_: object) -> None:
             await self.client.aclose()
 
-    monkeypatch.setattr(sys.modules["art_langgraph.train"], "LocalBackend", Attached)
+    monkeypatch.setattr(sys.modules["art_langgraph.train"], "LocalServer", Attached)
     case.arguments += ["--steps", "1000", "--groups-per-step", "1", "--group-size", "2", "--base-model", "x"]
     case.arguments += ["--rank", "2", "--threads", "1"]
     return case

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from art_backends.backend import LocalBackend
+from art_backends.backend import LocalServer
 from art_backends.config import TrainConfig
 from art_backends.store import Store
 from art_backends.trajectories import Purpose
@@ -151,7 +151,7 @@ def test_the_worker_is_killed_and_the_run_goes_on(
     )
 
     async def again() -> None:
-        async with LocalBackend(config) as backend:
+        async with LocalServer(config) as backend:
             status = await backend.client.status()
             assert status["policies"][0]["step"] == 0
             outcome = await backend.client.train_step(1, config, rollout_ids=project.state(1)["rollout_ids"])
