@@ -24,11 +24,16 @@ _NEXT: Message = {"role": "user", "content": "Hello"}
 
 
 async def to_group(
-    renderer: Renderer, vocabulary: Vocabulary, examples: Sequence[Mapping[str, Any]]
+    renderer: Renderer,
+    vocabulary: Vocabulary,
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    longest: int | None = None,
 ) -> TrajectoryGroup:
     """One trajectory per example (``messages``, and ``tools`` if there are any), one call per assistant message.
 
-    TemplateError if the template does not take an example, EngineError if the engine is away.
+    TemplateError if the template does not take an example, or it has more than ``longest`` tokens; EngineError if the
+    engine is away.
     """
     trajectories = []
     for number, example in enumerate(examples):
@@ -36,6 +41,9 @@ async def to_group(
         name = f"{number:04d}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         try:
             calls = await to_calls(renderer, vocabulary, example)
+            tokens = max(len(call.prompt_token_ids) + len(call.choices[0].token_ids) for call in calls)
+            if longest is not None and tokens > longest:
+                raise TemplateError(f"it has {tokens} tokens, the model takes {longest} here (max_model_len)")
         except TemplateError as error:
             raise TemplateError(f"example {content[:200]}: {error}") from None
         trajectories.append(Trajectory(rollout_id=name, reward=1.0, calls=calls))

@@ -82,6 +82,15 @@ async def test_examples_have_names_that_depend_on_place_and_content(chatml: Any)
     assert [item.rollout_id for item in again.trajectories] == names
 
 
+async def test_an_example_beyond_the_context_is_refused(chatml: Any) -> None:
+    example = {"messages": [ASKED, PLAIN]}
+    (call,) = await to_calls(chatml, vocabulary(chatml), example)
+    tokens = len(call.prompt_token_ids) + len(call.choices[0].token_ids)
+    assert (await to_group(chatml, vocabulary(chatml), [example], longest=tokens)).trajectories
+    with pytest.raises(TemplateError, match=rf"has {tokens} tokens, the model takes {tokens - 1} here"):
+        await to_group(chatml, vocabulary(chatml), [example], longest=tokens - 1)
+
+
 async def test_a_template_that_changes_the_past_is_refused(template_engine: Any) -> None:
     forgetful = template_engine(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ loop.length }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
