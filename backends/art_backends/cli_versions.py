@@ -93,11 +93,11 @@ async def _list(options: argparse.Namespace) -> int:
             ]
             _console().print_json(data=rows)
             return 0
-        table = Table("version", "step", "reward", "held-out reward", "held-out success", "MB", "")
+        table = Table("version", "step", "reward", "held-out reward", "success", "MB", "", title=found.policy)
         for entry in found.entries:
             marks = [name for name, other in (("newest", newest), ("best", best)) if entry is other]
             table.add_row(
-                f"{found.policy}@{entry.version}",
+                f"@{entry.version}",
                 str(entry.step),
                 _figure(entry.reward),
                 _figure(entry.held_out_reward),
