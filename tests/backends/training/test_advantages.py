@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from art_backends.config import TrainConfig
-from art_backends.training.advantages import group_advantages, plan
+from art_backends.training.advantages import group_advantages, imitation, plan
 from art_backends.training.sequences import build
 
 from tests.backends.training.conftest import make_call, make_group
@@ -124,3 +124,10 @@ def test_a_node_whose_rewards_are_equal_learns_nothing():
     result = plan([replace(group, node_rewards=equal)], TrainConfig())
     assert {result.of(sample) for sample in group.samples if sample.node == "planner"} == {0.0}
     assert plan([replace(group, node_rewards=equal, rewards={"a": 1.0, "b": 1.0})], TrainConfig()).tokens == 0
+
+
+def test_imitation_takes_every_answer_for_the_same():
+    result = imitation(batch())  # "flat" has no spread, and d trains all the same
+    assert set(result.advantage.values()) == {1.0}
+    assert result.trained == {"a": 3, "b": 1, "d": 1}
+    assert result.weight == {"a": 0.2, "b": 0.2, "d": 0.2}

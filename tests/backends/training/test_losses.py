@@ -143,6 +143,15 @@ def test_cispo_bounds_the_weight_and_keeps_every_tokens_gradient(ratio, advantag
     assert not bool(terms.clipped_low)
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_reinforce_knows_no_clip(ratio):
+    terms, value, slope = one(ratio, 2.0, objective="reinforce")
+    assert slope == pytest.approx(-2.0)
+    assert value == pytest.approx(-2.0 * (-1.0 + math.log(ratio)))
+    assert not bool(terms.clipped_high)
+    assert not bool(terms.clipped_low)
+
+
 def test_gspo_has_one_ratio_per_answer():
     ratios, advantages = [1.1, 1.2, 0.9], [2.0, 2.0, -1.0]
     terms, slopes = several(ratios, advantages, answer=[0, 0, 1], objective="gspo")
