@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from art_backends import cli_versions, sft
 from art_backends.backend import LocalServer
 from art_backends.client import Client
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
-from art_backends.display import make_display
+from art_backends.display import make_display, plain_console
 from art_backends.errors import ArtError, ConfigError, ServerError
 from art_backends.server.run import serve
 
@@ -105,7 +104,7 @@ async def _serve(options: argparse.Namespace) -> int:
             _announce({"ready": True, "url": url})
             return
         folder = config.folder
-        console = _console()
+        console = plain_console()
         console.print(f"serving {config.name} of {folder} at {url}/v1", style="bold", soft_wrap=True)
         command = f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {folder}/agent.token) python your_app.py"
         console.print(command, soft_wrap=True)
@@ -127,9 +126,7 @@ async def _sft(options: argparse.Namespace) -> int:
         raise ConfigError("--epochs and --batch-size must be at least 1")
     config = from_arguments(options, options.config)
     examples = sft.read(options.examples)
-    console = _console()
-    # so that a schedule of the learning rate spans the run
-    config = config.model_copy(update={"steps": -(-len(examples) * options.epochs // options.batch_size)})
+    console = plain_console()
     async with LocalServer(config) as backend:
         report = await sft.run(
             client=backend.client,
@@ -168,11 +165,6 @@ def _object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _console() -> Console:
-    """Text of apps and people is shown as it is: no markup, no emoji names."""
-    return Console(markup=False, emoji=False, highlight=False)
-
-
 def _announce(said: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
@@ -193,7 +185,7 @@ async def _status(options: argparse.Namespace) -> int:
         status = await client.status()
     finally:
         await client.aclose()
-    console = _console()
+    console = plain_console()
     if options.json:
         console.print_json(data=status)
         return 0
@@ -222,7 +214,7 @@ async def _list_rollouts(options: argparse.Namespace) -> int:
         rollouts = await client.rollouts(step=options.step, purpose=options.purpose, limit=options.limit)
     finally:
         await client.aclose()
-    console = _console()
+    console = plain_console()
     if options.json:
         console.print_json(data=[rollout.model_dump(mode="json") for rollout in rollouts])
         return 0
@@ -242,7 +234,7 @@ async def _show_rollout(options: argparse.Namespace) -> int:
         rollout, training = await client.rollout_with_training(options.id)
     finally:
         await client.aclose()
-    console = _console()
+    console = plain_console()
     if options.json:
         console.print_json(data={**rollout.model_dump(mode="json"), "training": training})
         return 0

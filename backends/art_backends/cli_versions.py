@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from art_backends.display import plain_console
 from art_backends.errors import ConfigError, ServerError, revive
 from art_backends.server import catalog
 from art_backends.server.folder import POLICY, RunFolder
@@ -31,13 +31,11 @@ def add_parser(commands: Any) -> None:
     actions = versions.add_subparsers(required=True, metavar="ACTION")
 
     listing = actions.add_parser("list", help="all versions with their figures; marks the newest and the best")
-    listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(run=_list)
 
     comparing = actions.add_parser("compare", help="settings and figures that differ between two versions")
     comparing.add_argument("one", type=int, metavar="N")
     comparing.add_argument("other", type=int, metavar="M")
-    comparing.add_argument("--json", action="store_true", help="print JSON")
     comparing.set_defaults(run=_compare)
 
     rolling = actions.add_parser("rollback", help="make version N the newest; later ones are set aside")
@@ -54,6 +52,8 @@ def add_parser(commands: Any) -> None:
     exporting.add_argument("--merged", action="store_true", help="base model and adapter in one (safetensors)")
     exporting.set_defaults(run=_export)
 
+    for action in (listing, comparing):
+        action.add_argument("--json", action="store_true", help="print JSON")
     for action in (listing, comparing, rolling, pruning, exporting):
         action.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
 
@@ -68,10 +68,6 @@ def _catalog(folder: Path) -> Iterator[catalog.Catalog]:
         yield catalog.read(held.path)
     finally:
         held.release()
-
-
-def _console() -> Console:
-    return Console(markup=False, emoji=False, highlight=False)
 
 
 async def _list(options: argparse.Namespace) -> int:
@@ -91,7 +87,7 @@ async def _list(options: argparse.Namespace) -> int:
                 }
                 for entry in found.entries
             ]
-            _console().print_json(data=rows)
+            plain_console().print_json(data=rows)
             return 0
         table = Table("version", "step", "reward", "held-out reward", "success", "MB", "", title=found.policy)
         for entry in found.entries:
@@ -105,7 +101,7 @@ async def _list(options: argparse.Namespace) -> int:
                 f"{entry.bytes / 1e6:.1f}",
                 ", ".join(marks),
             )
-        _console().print(table)
+        plain_console().print(table)
     return 0
 
 
@@ -114,19 +110,19 @@ async def _compare(options: argparse.Namespace) -> int:
         one, other = found.entry(options.one), found.entry(options.other)
         rows = catalog.compare(one, other)
         if options.json:
-            _console().print_json(data={name: [left, right] for name, left, right in rows})
+            plain_console().print_json(data={name: [left, right] for name, left, right in rows})
             return 0
         table = Table("", f"{found.policy}@{one.version}", f"{found.policy}@{other.version}")
         for name, left, right in rows:
             table.add_row(name, _figure(left), _figure(right))
-        _console().print(table)
+        plain_console().print(table)
     return 0
 
 
 async def _roll_back(options: argparse.Namespace) -> int:
     with _catalog(options.folder) as found:
         aside = catalog.roll_back(found, options.version)
-        console = _console()
+        console = plain_console()
         for path in aside:
             console.print(f"set aside: {path}", soft_wrap=True)
         console.print(f"{found.policy}@{options.version} is the newest version")
@@ -137,7 +133,7 @@ async def _prune(options: argparse.Namespace) -> int:
     with _catalog(options.folder) as found:
         removed = catalog.prune(found, options.keep)
         freed = sum(entry.bytes for entry in removed) / 1e6
-        _console().print(f"removed {len(removed)} of {len(found.entries)} versions, {freed:.1f} MB")
+        plain_console().print(f"removed {len(removed)} of {len(found.entries)} versions, {freed:.1f} MB")
     return 0
 
 
@@ -147,7 +143,7 @@ async def _export(options: argparse.Namespace) -> int:
             await _merge(found, options.version, options.out)
         else:
             await asyncio.to_thread(catalog.export_adapter, found, options.version, options.out)
-        _console().print(f"{found.policy}@{options.version} → {options.out}", soft_wrap=True)
+        plain_console().print(f"{found.policy}@{options.version} → {options.out}", soft_wrap=True)
     return 0
 
 

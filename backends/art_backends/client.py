@@ -286,6 +286,14 @@ class Client:
         raise AssertionError("unreachable")
 
 
+def policy_of(status: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The policy of that name in a server's status; ServerError if it has none."""
+    for policy in status.get("policies", []):
+        if policy.get("name") == name:
+            return dict(policy)
+    raise ServerError(f"the server has no policy {name!r}; start it with the settings of this run")
+
+
 def _encoded(body: Mapping[str, Any]) -> bytes:
     """JSON in ASCII: an agent's output may hold lone surrogates, which no UTF-8 encoder takes."""
     try:

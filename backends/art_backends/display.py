@@ -184,6 +184,11 @@ def make_display(console: Console | None = None, *, clock: Callable[[], float] =
     return RichDisplay(console, clock) if console.is_terminal else PlainDisplay(console, clock)
 
 
+def plain_console() -> Console:
+    """Text of apps and people is shown as it is: no markup, no emoji names."""
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 def step_text(line: StepLine, speed: float | None = None, left: float | None = None) -> str:
     """A finished step in one line."""
     figure = f"reward {_figure(line.reward)}" if line.loss is None else f"loss {line.loss:.4f}"

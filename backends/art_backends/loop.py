@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from art_backends.batches import Batch
-from art_backends.client import StepOutcome, StepProgress
+from art_backends.client import StepOutcome, StepProgress, policy_of
 from art_backends.config import TrainConfig
 from art_backends.display import Display, StepLine
 from art_backends.errors import ArtError, NothingToLearnError, RewardError, ServerError, TrainingError
@@ -154,12 +154,10 @@ class _Loop:
         """Note version, digest and the engine's counters; returns the last step that the server knows as made."""
         status = await control(self._client.status())
         self._count_engine(status)
-        for policy in status.get("policies", []):
-            if policy.get("name") == self._config.name:
-                self._version = int(policy["version"])
-                self._digest = policy.get("digest")
-                return int(policy.get("step") or 0)
-        raise ServerError(f"the server has no policy {self._config.name!r}; start it with the settings of this run")
+        policy = policy_of(status, self._config.name)
+        self._version = int(policy["version"])
+        self._digest = policy.get("digest")
+        return int(policy.get("step") or 0)
 
     async def _recover(self, committed: int) -> None:
         """Rows of steps that were made, but whose figures a crash kept from the metrics file."""

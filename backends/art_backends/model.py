@@ -28,7 +28,7 @@ from typing import Any, cast
 import openai
 
 from art_backends.backend import LocalBackend, LocalServer
-from art_backends.client import StepOutcome
+from art_backends.client import StepOutcome, policy_of
 from art_backends.config import make_config
 from art_backends.errors import ConfigError, RewardError, ServerError, TrainingError
 
@@ -116,11 +116,7 @@ class TrainableModel:
 
     async def get_step(self) -> int:
         """Number of the last training step that was made, 0 before the first."""
-        status = await self._running().client.status()
-        for policy in status.get("policies", []):
-            if policy.get("name") == self.name:
-                return int(policy.get("step") or 0)
-        raise ServerError(f"the server has no policy {self.name!r}")
+        return int(policy_of(await self._running().client.status(), self.name).get("step") or 0)
 
     def openai_client(self) -> openai.AsyncOpenAI:
         """A client of the model; all share one pool of connections, which ends with the backend. Calls made while a

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from art_backends.client import StepOutcome, StepProgress
+from art_backends.client import StepOutcome, StepProgress, policy_of
 from art_backends.config import TrainConfig
 from art_backends.display import Display, StepLine
 from art_backends.errors import ScenarioError
@@ -51,9 +51,6 @@ class SftReport:
     first_loss: float | None
     last_loss: float | None
     seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 def read(source: Any) -> list[Scenario]:
@@ -95,11 +92,13 @@ async def run(
     """
     began = time.monotonic()
     steps = -(-len(examples) * epochs // batch_size)
+    config = config.model_copy(update={"steps": steps})  # so that a schedule of the learning rate spans the run
     losses: list[float] = []
     metrics = MetricsFile(config.folder / "metrics.jsonl")
     try:
         with display:
-            step, version = await _reached(client, config.name)
+            policy = policy_of(await client.status(), config.name)
+            step, version = int(policy.get("step") or 0), int(policy["version"])
             display.note(f"{len(examples)} examples, {steps} steps" + (f"; going on after step {step}" if step else ""))
             while step < steps:
                 step += 1
@@ -137,15 +136,6 @@ async def run(
         last_loss=losses[-1] if losses else None,
         seconds=time.monotonic() - began,
     )
-
-
-async def _reached(client: Control, name: str) -> tuple[int, int]:
-    """The last step made, and the version it left."""
-    status = await client.status()
-    for policy in status.get("policies", []):
-        if policy.get("name") == name:
-            return int(policy.get("step") or 0), int(policy["version"])
-    return 0, 0
 
 
 async def _step(

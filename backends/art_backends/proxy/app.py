@@ -28,6 +28,7 @@ from art_backends.proxy.limits import Counters, Gate, Limits
 from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
 from art_backends.proxy.recorder import CallStore, Recorder
 from art_backends.proxy.services import Dialect, PolicyView, Services
+from art_backends.proxy.tail import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -188,12 +189,12 @@ class Proxy:
     async def _prompt(self, body: dict[str, Any], history: str, earlier: RolloutIndex | None) -> Prompt:
         prefixer = self._prefixers.get(history)
         if prefixer is None:
-            info = await self._engine.tokenizer_info() or {}
+            vocabulary = Vocabulary.of(await self._engine.tokenizer_info())
             kind: Literal["exact", "template"] = "template" if history == "template" else "exact"
             prefixer = self._prefixers[history] = Prefixer(
                 EngineRenderer(self._engine),
-                eos_ids=frozenset(info.get("eos_token_ids") or ()),
-                special_tokens=tuple(info.get("special_tokens") or ()),
+                eos_ids=vocabulary.eos_ids,
+                special_tokens=vocabulary.special_tokens,
                 history=kind,
             )
         if earlier is not None:

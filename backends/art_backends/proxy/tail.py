@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -96,6 +96,12 @@ class Vocabulary:
 
     eos_ids: frozenset[int]
     special_tokens: tuple[str, ...]
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any] | None) -> Vocabulary:
+        """From the engine's /tokenizer_info; None where it does not tell."""
+        told = info or {}
+        return cls(frozenset(told.get("eos_token_ids") or ()), tuple(told.get("special_tokens") or ()))
 
     def is_control(self, token: int, text: str) -> bool:
         return token in self.eos_ids or text in self.special_tokens or _spells_control_token(text, self.special_tokens)

@@ -22,8 +22,8 @@ from art_backends.models import PACKAGES
 from art_backends.server.folder import PolicyFile
 from art_backends.tracking import read_metrics
 from art_backends.training import versions
+from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 METRICS = "metrics.jsonl"
 
 
@@ -157,10 +157,10 @@ def export_adapter(catalog: Catalog, version: int, out: Path) -> None:
     entry = catalog.entry(version)
     empty(out)
     base = public_name(catalog.base_model)
-    settings = json.loads((entry.path / ADAPTER[1]).read_bytes())
+    settings = json.loads((entry.path / ADAPTER_CONFIG).read_bytes())
     settings["base_model_name_or_path"] = base
-    (out / ADAPTER[1]).write_bytes(versions.encode_json(settings))
-    shutil.copyfile(entry.path / ADAPTER[0], out / ADAPTER[0])
+    (out / ADAPTER_CONFIG).write_bytes(versions.encode_json(settings))
+    shutil.copyfile(entry.path / ADAPTER_WEIGHTS, out / ADAPTER_WEIGHTS)
     (out / "README.md").write_text(card(catalog, entry, merged=False))
 
 

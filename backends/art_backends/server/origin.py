@@ -14,8 +14,7 @@ from typing import Any
 from art_backends.config import TrainConfig
 from art_backends.errors import ConfigError
 from art_backends.training import versions
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def place(config: TrainConfig, folder: Path, digest: str) -> None:
@@ -23,9 +22,11 @@ def place(config: TrainConfig, folder: Path, digest: str) -> None:
     if config.init_adapter is None or versions.read_version(folder, config.name, 0) is not None:
         return
     source = config.init_adapter.expanduser().absolute()
-    settings = _object(source / CONFIG)
-    if not (source / WEIGHTS).is_file():
-        raise ConfigError(f"init_adapter: {source} has no {WEIGHTS}: give the folder of a LoRA in PEFT's format")
+    settings = _object(source / ADAPTER_CONFIG)
+    if not (source / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(
+            f"init_adapter: {source} has no {ADAPTER_WEIGHTS}: give the folder of a LoRA in PEFT's format"
+        )
     _check(config, settings, source)
     made_from = _object(source / versions.STATE).get("base_digest") if (source / versions.STATE).exists() else None
     if made_from is not None and made_from != digest:
@@ -42,7 +43,7 @@ def place(config: TrainConfig, folder: Path, digest: str) -> None:
     try:
         temporary = versions.new_temporary(folder, config.name, 0)
         try:
-            for name in (CONFIG, WEIGHTS):
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 versions.write_file(temporary / name, (source / name).read_bytes())
             versions.write_file(temporary / versions.STATE, versions.encode_json(state))
             versions.commit(temporary, folder / versions.name_of(config.name, 0))

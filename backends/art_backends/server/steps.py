@@ -238,9 +238,8 @@ class Steps:
 
     async def _imitated(self, given: Sequence[dict[str, Any]]) -> TrajectoryGroup:
         info = await self._engine.tokenizer_info() or {}
-        vocabulary = Vocabulary(frozenset(info.get("eos_token_ids") or ()), tuple(info.get("special_tokens") or ()))
         longest = info.get("model_max_length")
-        return await examples.to_group(EngineRenderer(self._engine), vocabulary, given, longest=longest)
+        return await examples.to_group(EngineRenderer(self._engine), Vocabulary.of(info), given, longest=longest)
 
     async def _train(self, job: Job, content: bytes) -> StepOutcome:
         lost = 0

@@ -27,8 +27,7 @@ from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError
 from art_backends.training import versions
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = versions.ADAPTER_CONFIG, versions.ADAPTER_WEIGHTS
 _KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
 _INFIX = ".default."  # PEFT names its adapters inside the module; files leave the name out
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 FORMAT = 1
 TEMPORARY = ".tmp-"
 
