@@ -32,6 +32,9 @@ FLOORS = {
     "loop": 3,
     "rollouts": 3,
     "batches": 3,
+    "stragglers": 2,
+    "playing": 3,
+    "checks": 3,
     "sft": 3,
     "summary": 3,
     "proxy": 3,
@@ -49,11 +52,15 @@ FLOORS = {
 SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
 SIDEWAYS |= {("cli", "cli_versions")}
-SIDEWAYS |= {("loop", "batches"), ("batches", "rollouts"), ("batches", "summary")}  # the loop's own helpers
+# the loop's own helpers
+SIDEWAYS |= {("loop", "playing"), ("loop", "checks"), ("playing", "batches"), ("playing", "rollouts")}
+SIDEWAYS |= {("playing", "checks"), ("checks", "rollouts"), ("checks", "summary")}
+SIDEWAYS |= {("batches", "rollouts"), ("batches", "summary")}
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
 LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft", "cli_versions"}
+LIGHT_ROOMS |= {"stragglers", "playing", "checks"}
 
 
 def modules() -> dict[str, Path]:

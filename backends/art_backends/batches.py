@@ -50,6 +50,7 @@ class Batch:
 
     def _slots(self, chosen: Sequence[int]) -> list[Slot]:
         slots = []
+        oldest = max(0, self._version - self._config.max_staleness)
         for index in chosen:
             scenario = self._scenarios[index]
             self._seen[scenario.id] += 1
@@ -57,7 +58,8 @@ class Batch:
             # A scenario that comes twice in a step is two groups, each with its own mean.
             group = scenario.id if times == 1 else f"{scenario.id}#{times}"
             for sample in range(self._config.group_size):
-                slots.append(Slot(Purpose.TRAIN, self._step, group, sample, scenario, self._version))
+                place = Slot(Purpose.TRAIN, self._step, group, sample, scenario, self._version, oldest)
+                slots.append(place)
         return slots
 
 

@@ -52,7 +52,19 @@ class TrainConfig(BaseModel):
     )
     concurrency: int = Field(64, ge=1, le=4096, description="rollouts running at once")
     rollout_timeout: float = Field(300.0, gt=0, description="seconds until a rollout is ended")
+    straggler_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="leave out a rollout that takes so many seconds longer than the slowest of the others of its "
+        "group, once three quarters of them are done",
+    )
     reward_timeout: float = Field(60.0, gt=0, description="seconds until a reward is given up")
+    overlap: bool = Field(
+        False, description="play the rollouts of the next max_staleness steps while a step waits and trains"
+    )
+    max_staleness: int = Field(
+        1, ge=0, le=64, description="a rollout whose version is older than the newest by more than this is not trained"
+    )
     eval_every: int = Field(
         0, ge=0, description="evaluate on the held-out scenarios every N steps (0: before and after)"
     )
@@ -140,6 +152,8 @@ class TrainConfig(BaseModel):
     def _check(self) -> TrainConfig:
         if not self.target_modules:
             raise ValueError("target_modules is empty: name at least one linear module")
+        if self.overlap and self.max_staleness == 0:
+            raise ValueError("overlap needs a max_staleness of at least 1: what is played ahead is one version old")
         if self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor must be below importance_cap")
         return self

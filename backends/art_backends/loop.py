@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from art_backends.batches import Batch
+from art_backends import checks
 from art_backends.client import StepOutcome, StepProgress, policy_of
 from art_backends.config import TrainConfig
 from art_backends.display import Display, StepLine
-from art_backends.errors import ArtError, NothingToLearnError, RewardError, ServerError, TrainingError
+from art_backends.errors import ArtError, TrainingError
+from art_backends.playing import Playing
 from art_backends.report import Evaluation, Report, can_draw, draw_curves
 from art_backends.rewards.values import Reward
 from art_backends.rollouts import Control, Player, RunAgent, Slot, Success, control
 from art_backends.scenarios import Scenario
 from art_backends.summary import by_step, common_error, evaluation, evaluation_row, fill, reached, scored, step_row
 from art_backends.tracking import MetricsFile, Row, Sink
-from art_backends.trajectories import CallStatus, Purpose, Rollout
+from art_backends.trajectories import Purpose, Rollout
 from art_backends.waiting import watched
 
 MAX_SKIPPED = 3  # steps in a row without a spread, from the start on, until the run is given up
@@ -38,7 +38,6 @@ MAX_SETTLED = 8  # the same, once something was learned: there is nothing more t
 STALL_SECONDS = 1800.0  # a training step that makes no progress for so long has hung
 POLL_SECONDS = 2.0  # between looks at the engine's speed
 SPEED_SECONDS = 5.0  # of the engine's work that its speed is told over; idle time does not count
-SAMPLE = 8  # rollouts whose calls are looked at to see whether the agent can be trained
 
 
 async def run(
@@ -93,9 +92,9 @@ class _Loop:
     ) -> None:
         self._client = client
         self._config = config
-        self._scenarios = scenarios
         self._held_out = held_out
         self._player = player
+        self._playing = Playing(config, scenarios, player, display)
         self._display = display
         self._metrics = metrics
         self._sinks = sinks
@@ -129,7 +128,7 @@ class _Loop:
                 skipped = skipped + 1 if row["outcome"] == "skipped" else 0
                 self._learned = self._learned or row["outcome"] == "committed"
                 if skipped >= MAX_SKIPPED and (not self._learned or self._failing is not None):
-                    raise NothingToLearnError(_nothing(row, skipped, self._failing))
+                    raise checks.nothing(row, skipped, self._failing)
                 if skipped >= MAX_SETTLED:
                     self._settled = True
                     self._display.note(f"no group had a spread of rewards in {skipped} steps in a row: the run ends")
@@ -137,6 +136,7 @@ class _Loop:
                 if self._config.eval_every and step % self._config.eval_every == 0:
                     await self._evaluate(step, self._version)
                 step += 1
+            await self._playing.close()
             last = max([committed, *self._steps])
             after = await self._evaluate(last, self._version) if self._version else before
             return self._report(before, after)
@@ -149,6 +149,7 @@ class _Loop:
         finally:
             speed.cancel()
             await asyncio.gather(speed, return_exceptions=True)
+            await self._playing.close()
 
     async def _read_status(self) -> int:
         """Note version, digest and the engine's counters; returns the last step that the server knows as made."""
@@ -184,13 +185,12 @@ class _Loop:
         """Rollouts of the held-out scenarios on a version; those of a stopped run are reused, the base's always."""
         if not self._held_out:
             return []
-        slots = [Slot(Purpose.EVAL, step, scenario.id, 0, scenario, version) for scenario in self._held_out]
+        slots = [Slot(Purpose.EVAL, step, scenario.id, 0, scenario, version, version) for scenario in self._held_out]
         name = "base evaluation" if version == 0 else f"evaluation after step {step}"
         self._display.phase(name, len(slots))
         rollouts = await self._player.collect(slots, self._display.advance)
-        self._check_rewards(rollouts, name)
-        if not self._trainable:
-            await self._check_calls(rollouts)
+        checks.rewards(rollouts, name, self._config.folder)
+        await self._check_calls(rollouts)
         passed = evaluation(step, f"{self._config.name}@{version}", rollouts)
         self._evaluations[step] = passed
         known = any(
@@ -203,22 +203,14 @@ class _Loop:
         self._display.note(f"{name}: " + ", ".join(filter(None, [*figures, f"{passed.scenarios} scenarios"])))
         if passed.faults:
             self._display.warn(
-                f"{passed.faults} of {len(rollouts)} held-out rollouts were excluded: {_fault(rollouts)}"
+                f"{passed.faults} of {len(rollouts)} held-out rollouts were excluded: {checks.fault(rollouts)}"
             )
         return rollouts
 
     async def _step(self, step: int) -> Row:
         began = time.monotonic()
-        batch = Batch(self._config, self._scenarios, step, self._version)
-        rollouts: list[Rollout] = []
-        slots, name = batch.first(), f"step {step}: rollouts"
-        while slots:
-            self._display.phase(name, len(slots))
-            rollouts += await self._player.collect(slots, self._display.advance)
-            self._check_rewards(rollouts, f"step {step}")
-            slots, name = batch.more(rollouts), f"step {step}: more rollouts, for groups without a spread"
-        if not self._trainable:
-            await self._check_calls(rollouts)
+        rollouts = await self._playing.rollouts(step, self._version)
+        await self._check_calls(rollouts)
         played = time.monotonic()
         outcome = await self._train(step, [rollout.id for rollout in scored(rollouts)])
         await self._read_status()
@@ -232,6 +224,10 @@ class _Loop:
         self._write(row)
         self._show(row, rollouts)
         return row
+
+    async def _check_calls(self, rollouts: Sequence[Rollout]) -> None:
+        if not self._trainable:
+            self._trainable = await checks.calls(self._client, rollouts)
 
     async def _train(self, step: int, rollout_ids: list[str]) -> StepOutcome:
         self._display.phase(f"step {step}: training", 0)
@@ -255,36 +251,6 @@ class _Loop:
                 f"{self._config.folder}; the same command goes on from this step"
             ) from None
 
-    def _check_rewards(self, rollouts: Sequence[Rollout], where: str) -> None:
-        """Stop if not one rollout has a reward: as RewardError if the reward is why, else as ServerError."""
-        if not rollouts or scored(rollouts):
-            return
-        failed = [rollout for rollout in rollouts if (rollout.fault or "").startswith("reward:")]
-        if failed:
-            raise RewardError(
-                f"{where}: the reward function failed for every rollout it was asked about ({len(failed)}): it "
-                f"{_fault(failed).removeprefix('reward: ')}"
-            )
-        raise ServerError(f"{where}: no rollout came through: {_fault(rollouts)}; see logs/ in {self._config.folder}")
-
-    async def _check_calls(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop before training if the agent makes no model call, or only calls under a grammar."""
-        counted = scored(rollouts)
-        if not counted:
-            return
-        chosen = sorted(counted, key=lambda rollout: rollout.error is not None)[:SAMPLE]
-        calls = [call for rollout in chosen for call in (await control(self._client.rollout(rollout.id))).calls]
-        if not calls:
-            raise NothingToLearnError(_no_calls(counted))
-        answered = [call for call in calls if call.status == CallStatus.OK]
-        if answered and all(call.sampling.constrained for call in answered):
-            raise NothingToLearnError(
-                "nothing to learn from: every model call of the agent is constrained by a grammar (response_format, "
-                "with_structured_output, or a forced tool_choice), so its token probabilities are not the model's own. "
-                "What helps: tool_choice='auto', or free text that the agent parses itself"
-            )
-        self._trainable = bool(answered)
-
     def _show(self, row: Row, rollouts: Sequence[Rollout]) -> None:
         line = StepLine(
             step=row["step"],
@@ -301,7 +267,7 @@ class _Loop:
         if line.skipped:
             self._display.warn(f"step {line.step}: nothing to learn from ({line.skipped}); rewards: {row['rewards']}")
         if line.faults:
-            self._display.warn(f"step {line.step}: {line.faults} rollouts were excluded: {_fault(rollouts)}")
+            self._display.warn(f"step {line.step}: {line.faults} rollouts were excluded: {checks.fault(rollouts)}")
         if self._config.target_success is not None and row["success"] is None:
             self._display.warn(f"step {line.step}: target_success is set, but the reward has no success part")
         if line.errors == len(rollouts):
@@ -365,35 +331,3 @@ class _Loop:
                 elif now[0] - last[0] >= SPEED_SECONDS:
                     self._display.speed((now[1] - last[1]) / (now[0] - last[0]))
                     last = now
-
-
-def _fault(rollouts: Sequence[Rollout]) -> str:
-    """The most frequent fault, with its count and how many other kinds there were."""
-    counts = Counter(rollout.fault for rollout in rollouts if rollout.fault is not None)
-    text, number = counts.most_common(1)[0]
-    return f"{text} (×{number})" + (f", and {len(counts) - 1} other kinds" if len(counts) > 1 else "")
-
-
-def _nothing(row: Row, skipped: int, failing: str | None) -> str:
-    failed = "" if failing is None else f"The agent failed in all its rollouts: {' '.join(failing.split())}. "
-    return (
-        f"nothing to learn from: in {skipped} steps in a row no group of rollouts had a spread of rewards "
-        f"({row.get('reason') or 'all rewards of a group were equal'}). Rewards of the last step: {row['rewards']}. "
-        f"{failed}What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones "
-        "if all fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example "
-        "in the agent's prompt"
-    )
-
-
-def _no_calls(rollouts: Sequence[Rollout]) -> str:
-    failed = [rollout.error for rollout in rollouts if rollout.error is not None]
-    if len(failed) < len(rollouts):
-        return (
-            "nothing to learn from: the agent made no model call that was captured. Its calls must go through the "
-            "openai SDK (ChatOpenAI does), in its own process, and to a model name in --models if that is set"
-        )
-    trace = failed[0].traceback or ""
-    return (
-        f"nothing to learn from: the agent failed before its first model call in every rollout: "
-        f"{common_error(rollouts)}\n{trace}".rstrip()
-    )

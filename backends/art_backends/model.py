@@ -11,8 +11,8 @@
 belong to which trajectory is known from where they are made (each coroutine of a group has its own rollout); what was
 said is taken from the server's record, token by token, never from the trajectory's own messages.
 
-It refuses to train a trajectory that made no call, one that was gathered for an earlier step, and one whose reward is
-not a finite number.
+It refuses to train a trajectory that made no call, and one whose reward is not a finite number. One whose version is
+more than ``max_staleness`` versions old is left out of the step (the outcome's ``excluded`` says so).
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class _Slot:
 class _Opened:
     id: str
     token: str
-    step: int
 
 
 _slot: ContextVar[_Slot | None] = ContextVar("art_trajectory", default=None)
@@ -100,6 +99,7 @@ class TrainableModel:
         self._server: LocalServer | None = None
         self._agent_token = ""
         self._openai: openai.AsyncOpenAI | None = None
+        self._trained: set[str] = set()  # ids of rollouts
 
     async def register(self, backend: LocalBackend) -> None:
         """Start (or find) the model's server. Training goes on from the newest version in its folder."""
@@ -134,7 +134,7 @@ class TrainableModel:
         client = self._running().client
         config = make_config({**self.config.model_dump(), **settings}, source="train()") if settings else self.config
         step = await self.get_step() + 1
-        chosen = [(trajectory, self._rollout(trajectory, step)) for group in groups for trajectory in group]
+        chosen = [(trajectory, self._rollout(trajectory)) for group in groups for trajectory in group]
         if not chosen:
             raise TrainingError("there is no trajectory to train on: gather some, and look at the groups' exceptions")
         for trajectory, opened in chosen:
@@ -144,9 +144,11 @@ class TrainableModel:
                 reward=float(cast(float, trajectory.reward)),
                 metrics=trajectory.metrics,
             )
-        return await client.train_step(step, config, rollout_ids=[opened.id for _, opened in chosen])
+        outcome = await client.train_step(step, config, rollout_ids=[opened.id for _, opened in chosen])
+        self._trained.update(opened.id for _, opened in chosen)
+        return outcome
 
-    def _rollout(self, trajectory: Trajectory, step: int) -> _Opened:
+    def _rollout(self, trajectory: Trajectory) -> _Opened:
         reward = trajectory.reward
         if reward is None or not math.isfinite(reward):
             raise RewardError(f"a trajectory's reward is {reward}: set it to a finite number before training")
@@ -156,8 +158,8 @@ class TrainableModel:
                 "a trajectory has no call to learn from: make its calls through model.openai_client(), and gather it "
                 "with gather_trajectory_groups"
             )
-        if opened.step != step:
-            raise TrainingError(f"a trajectory was gathered for step {opened.step}, this is step {step}: gather anew")
+        if opened.id in self._trained:
+            raise TrainingError("a trajectory was trained in an earlier step: gather anew")
         return opened
 
     async def _key(self) -> str:
@@ -171,7 +173,7 @@ class TrainableModel:
                 opened = await self._running().client.open_rollout(
                     policy=self.name, step=step, group=slot.group, sample=slot.sample
                 )
-                slot.rollouts[self] = _Opened(opened.id, opened.token, step)
+                slot.rollouts[self] = _Opened(opened.id, opened.token)
         return slot.rollouts[self].token
 
     async def _abandon(self, slot: _Slot, fault: str) -> None:

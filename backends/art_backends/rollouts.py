@@ -30,7 +30,8 @@ from art_backends.config import TrainConfig
 from art_backends.errors import ArtError, ControlError, GraphError, RewardError, ScenarioError, ServerError
 from art_backends.rewards.values import LazyCalls, Reward, Run, parts
 from art_backends.scenarios import Scenario
-from art_backends.trajectories import Purpose, Rollout, RolloutError
+from art_backends.stragglers import LateError, Stragglers
+from art_backends.trajectories import Purpose, Rollout, RolloutError, version_number
 from art_backends.waiting import OverdueError, SelfCancelledError, bounded, in_thread, resolve
 
 CONTROL_SECONDS = 180.0  # most that one control request may take, its repeats included
@@ -103,7 +104,8 @@ class Control(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One rollout to be played. ``version`` is the number of the adapter version that answers it."""
+    """One rollout to be played. ``version`` is the number of the adapter version that answers it; of a rollout that was
+    played earlier it may be as old as ``oldest``."""
 
     purpose: Purpose
     step: int
@@ -111,15 +113,18 @@ class Slot:
     sample: int
     scenario: Scenario
     version: int
+    oldest: int
 
     def fits(self, rollout: Rollout) -> bool:
-        """Whether a rollout played earlier is this slot's: same task, same version, and nothing went wrong."""
+        """Whether a rollout played earlier is this slot's: same task, no other version, and nothing went wrong."""
+        number = version_number(rollout.policy, rollout.version)
         return (
             rollout.closed
             and rollout.fault is None
             and rollout.reward is not None
             and (rollout.group, rollout.sample) == (self.group, self.sample)
-            and rollout.version.rpartition("@")[2] == str(self.version)
+            and number is not None
+            and self.oldest <= number <= self.version
             and rollout.scenario == self.scenario.data
         )
 
@@ -176,9 +181,11 @@ class Player:
     async def _play_all(
         self, slots: Sequence[Slot], found: dict[Slot, Rollout], advance: Callable[[int], None]
     ) -> None:
+        stragglers = Stragglers(self._config.straggler_timeout, [slot.group for slot in slots])
+
         async def play(slot: Slot) -> None:
             async with self._room:
-                found[slot] = await self._play(slot)
+                found[slot] = await self._play(slot, stragglers)
             advance(len(found))
 
         loop = asyncio.get_running_loop()
@@ -193,7 +200,7 @@ class Player:
         for task in done:
             task.result()
 
-    async def _play(self, slot: Slot) -> Rollout:
+    async def _play(self, slot: Slot, stragglers: Stragglers) -> Rollout:
         opened = await control(
             self._client.open_rollout(
                 policy=self._config.name,
@@ -207,7 +214,7 @@ class Player:
             )
         )
         try:
-            output, error, fault = await self._act(opened, slot)
+            output, error, fault = await self._act(opened, slot, stragglers)
             reward: float | None = None
             metrics: dict[str, float] = {}
             if fault is None:
@@ -236,7 +243,9 @@ class Player:
     async def _calls(self, rollout_id: str) -> Sequence[Any]:
         return (await control(self._client.rollout(rollout_id))).calls
 
-    async def _act(self, opened: OpenRollout, slot: Slot) -> tuple[Any, RolloutError | None, str | None]:
+    async def _act(
+        self, opened: OpenRollout, slot: Slot, stragglers: Stragglers
+    ) -> tuple[Any, RolloutError | None, str | None]:
         """(output, the agent's error, the world's fault) of one run of the agent."""
         scenario = json.loads(json.dumps(slot.scenario.data))  # its own copy: an agent may write into its input
 
@@ -250,7 +259,10 @@ class Player:
         try:
             # The scope is ours, not the task's: it ends with the rollout even if the agent does not.
             with rollout_scope(opened.base_url, opened.token, opened.id, self._config.models):
-                output, error = await bounded(act(), seconds)
+                async with stragglers.limited(slot.group):
+                    output, error = await bounded(act(), seconds)
+        except LateError as late:
+            return None, None, f"late: {late} (straggler_timeout)"
         except OverdueError:
             return None, RolloutError(type="TimeoutError", message=f"the agent did not end within {seconds:g} s"), None
         except SelfCancelledError as cancelled:
@@ -363,8 +375,8 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _again(rollout: Rollout) -> bool:
-    """Whether playing once more may help: the world's faults pass, a reward's do not."""
-    return rollout.fault is not None and not rollout.fault.startswith("reward:")
+    """Whether playing once more may help: the world's faults pass, a reward's do not, nor does being late."""
+    return rollout.fault is not None and not rollout.fault.startswith(("reward:", "late:"))
 
 
 def _faulted(opened: OpenRollout, slot: Slot, policy: str, fault: str) -> Rollout:

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from art_backends.report import Evaluation, Example, Report, histogram, wilson
-from art_backends.trajectories import Rollout
+from art_backends.trajectories import Rollout, version_number
 
 Row = dict[str, Any]
 
@@ -96,6 +96,11 @@ def step_row(step: int, rollouts: Sequence[Rollout], outcome: Mapping[str, Any])
         "success": mean(successes(rollouts)),
         "rewards": histogram(values),
     }
+    newest = outcome["version"] - (outcome["kind"] == "committed")
+    ages = [newest - number for r in counted if (number := version_number(r.policy, r.version)) is not None]
+    if ages:
+        row |= {"staleness/mean": fmean(ages), "staleness/max": max(ages)}
+    row["stale"] = sum(reason == "stale" for reason in (outcome.get("excluded") or {}).values())
     named: dict[str, list[float]] = defaultdict(list)
     for rollout in counted:
         for name, value in rollout.metrics.items():

@@ -111,6 +111,17 @@ class Call(Record):
     finished: float | None = None
 
 
+def version_name(policy: str, version: int) -> str:
+    """``NAME@N``."""
+    return f"{policy}@{version}"
+
+
+def version_number(policy: str, name: str) -> int | None:
+    """N of ``NAME@N`` of this policy, else None."""
+    head, _, number = name.rpartition("@")
+    return int(number) if head == policy and number.isascii() and number.isdecimal() else None
+
+
 class RolloutError(Record):
     """What the agent did wrong: an exception's type and text. It goes to the reward function and trains."""
 

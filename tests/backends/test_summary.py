@@ -38,9 +38,12 @@ def test_successes(rollouts, expected):
 
 def test_a_step_in_figures():
     rollouts = [a_rollout(0.0, style=0.5), a_rollout(1.0, style=1.0, error="oh"), a_rollout(fault="engine: away")]
+    rollouts[0] = rollouts[0].model_copy(update={"version": "policy@1"})  # version 3 was made from version 2
     outcome = {"kind": "committed", "version": 3, "reason": None, "metrics": {"loss": 0.1, "kl": None, "reward": 9.0}}
+    outcome["excluded"] = {"a": "stale", "b": "no_reward"}
     row = step_row(2, rollouts, outcome)
     assert row == {
+        "staleness/mean": 1.5, "staleness/max": 2, "stale": 1,
         "step": 2, "outcome": "committed", "version": 3, "loss": 0.1, "rollouts": 3, "errors": 1, "faults": 1,
         "reward": 0.5, "reward_std": 0.5, "success": 0.5, "rewards": "0 ×1, 1 ×1", "reward/style": 0.75,
     }  # fmt: skip

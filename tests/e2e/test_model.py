@@ -173,7 +173,7 @@ async def test_what_cannot_be_trained_is_refused_before_anything_is_closed(tmp_p
         gathered[0].trajectories[0].reward = kept
         assert not await mine._running().client.rollouts(policy="agent-1", closed=True)
         await mine.train(gathered)
-        with pytest.raises(TrainingError, match="gathered for step 1, this is step 2"):
+        with pytest.raises(TrainingError, match="trained in an earlier step"):
             await mine.train(gathered)
         with pytest.raises(TypeError, match="returned int, not a Trajectory"):
             await gather_trajectory_groups([TrajectoryGroup([asyncio.sleep(0, 1)])])

@@ -14,8 +14,9 @@ from pathlib import Path
 from art_backends.errors import AdapterError, EngineError
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.server import probe
-from art_backends.server.policy import PolicyTable, version_name
+from art_backends.server.policy import PolicyTable
 from art_backends.training.versions import read_version
+from art_backends.trajectories import version_name
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from art_backends.server.folder import PolicyFile
 from art_backends.tracking import read_metrics
 from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from art_backends.trajectories import version_name
 
 METRICS = "metrics.jsonl"
 
@@ -89,7 +90,7 @@ def read(folder: Path) -> Catalog:
     begun = versions.read_version(folder / "versions", name, 0)
     entries = []
     for info in ([begun] if begun is not None else []) + found:
-        evaluation = held.get(versions.name_of(name, info.version), {})
+        evaluation = held.get(version_name(name, info.version), {})
         entries.append(
             Entry(
                 version=info.version,

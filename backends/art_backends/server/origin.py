@@ -15,6 +15,7 @@ from art_backends.config import TrainConfig
 from art_backends.errors import ConfigError
 from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from art_backends.trajectories import version_name
 
 
 def place(config: TrainConfig, folder: Path, digest: str) -> None:
@@ -46,7 +47,7 @@ def place(config: TrainConfig, folder: Path, digest: str) -> None:
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 versions.write_file(temporary / name, (source / name).read_bytes())
             versions.write_file(temporary / versions.STATE, versions.encode_json(state))
-            versions.commit(temporary, folder / versions.name_of(config.name, 0))
+            versions.commit(temporary, folder / version_name(config.name, 0))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:

@@ -13,18 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from art_backends.trajectories import CaptureLevel
-
-
-def version_name(policy: str, version: int) -> str:
-    """``NAME@N``."""
-    return f"{policy}@{version}"
-
-
-def version_number(policy: str, name: str) -> int | None:
-    """N of ``NAME@N`` of this policy, else None."""
-    head, _, number = name.rpartition("@")
-    return int(number) if head == policy and number.isascii() and number.isdecimal() else None
+from art_backends.trajectories import CaptureLevel, version_name, version_number
 
 
 class PolicyTable:

@@ -22,9 +22,9 @@ from art_backends.config import TrainConfig
 from art_backends.errors import ConfigError
 from art_backends.proxy.identity import Identity, RolloutContext, SamplingOverrides
 from art_backends.server.adapters import Adapters
-from art_backends.server.policy import PolicyTable, version_name
+from art_backends.server.policy import PolicyTable
 from art_backends.store import AsyncStore, NotFoundError
-from art_backends.trajectories import Purpose, Rollout, RolloutError
+from art_backends.trajectories import Purpose, Rollout, RolloutError, version_name
 
 log = logging.getLogger(__name__)
 

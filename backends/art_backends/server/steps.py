@@ -28,7 +28,7 @@ from art_backends.server import worker_jobs
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
 from art_backends.store import AsyncStore, ConflictError
-from art_backends.trajectories import Purpose, Rollout, TrajectoryGroup, trajectory
+from art_backends.trajectories import Purpose, Rollout, TrajectoryGroup, trajectory, version_number
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Steps:
 
     async def _make(self, job: Job, config: TrainConfig) -> StepOutcome:
         if job.examples is None:
-            groups, excluded = await self._collect(job)
+            groups, excluded = await self._collect(job, config.max_staleness)
         else:
             groups, excluded = [await self._imitated(job.examples)], {}
         used = sorted(item.rollout_id for group in groups for item in group.trajectories)
@@ -207,7 +207,7 @@ class Steps:
         await self._record(job.step, outcome, used)
         return outcome
 
-    async def _collect(self, job: Job) -> tuple[list[TrajectoryGroup], dict[str, str]]:
+    async def _collect(self, job: Job, max_staleness: int) -> tuple[list[TrajectoryGroup], dict[str, str]]:
         """The step's groups, ordered by name and rollout id, and the rollouts that cannot be trained, with why."""
         name = self._policies.name
         ids = job.rollout_ids
@@ -225,7 +225,7 @@ class Steps:
         excluded: dict[str, str] = {}
         for rollout_id in sorted(set(ids)):
             rollout = found.get(rollout_id)
-            reason = _unusable(rollout, name)
+            reason = _unusable(rollout, name, self._policies.newest - max_staleness)
             if reason is not None or rollout is None:
                 excluded[rollout_id] = reason or "unknown"
             else:
@@ -331,18 +331,20 @@ class _Backoff:
         return True
 
 
-def _unusable(rollout: Rollout | None, policy: str) -> str | None:
+def _unusable(rollout: Rollout | None, policy: str, oldest: int) -> str | None:
+    """Why a rollout cannot be trained, or None. ``oldest``: the oldest version that may have answered it."""
     if rollout is None:
         return "unknown"
-    if rollout.policy != policy:
-        return "other_policy"
-    if rollout.purpose is not Purpose.TRAIN:
-        return "evaluation"
-    if not rollout.closed:
-        return "open"
-    if rollout.fault is not None:
-        return f"fault: {rollout.fault}"
-    return "no_reward" if rollout.reward is None else None
+    number = version_number(policy, rollout.version)
+    reasons = {
+        "other_policy": rollout.policy != policy,
+        "evaluation": rollout.purpose is not Purpose.TRAIN,
+        "open": not rollout.closed,
+        f"fault: {rollout.fault}": rollout.fault is not None,
+        "no_reward": rollout.reward is None,
+        "stale": number is None or number < oldest,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _histogram(excluded: dict[str, str]) -> str:

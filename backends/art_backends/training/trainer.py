@@ -31,6 +31,7 @@ from art_backends.training.packing import Pack
 from art_backends.training.requests import CallTokens, StepOutcome, StepRequest
 from art_backends.training.sequences import SequenceGroup
 from art_backends.training.updates import Measured, Updates
+from art_backends.trajectories import version_name
 
 TIMING = "timing.json"  # beside state.json: seconds differ from run to run, the state's bytes must not
 
@@ -205,7 +206,7 @@ class Trainer:
         loaded = self._loaded
         assert loaded is not None  # _train loaded it
         number = request.from_version + 1
-        final = self._folder / versions.name_of(self._policy, number)
+        final = self._folder / version_name(self._policy, number)
         metrics = report.finite(metrics)
         state = {
             "format": versions.FORMAT,
@@ -295,7 +296,7 @@ class Trainer:
             if begun is None:
                 adapters.initialise(loaded.model, config.seed)
             return loaded
-        path = self._folder / versions.name_of(self._policy, request.from_version)
+        path = self._folder / version_name(self._policy, request.from_version)
         if versions.read_version(self._folder, self._policy, request.from_version) is None:
             raise AdapterError(f"{path}: the version to train from is not there or not readable")
         adapters.put(loaded.model, adapters.read(path, base_digest=self._base_digest), config)

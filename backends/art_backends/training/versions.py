@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from art_backends.trajectories import version_name, version_number
+
 STATE = "state.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 FORMAT = 1
@@ -34,11 +36,6 @@ class VersionInfo:
     state: dict[str, Any]
 
 
-def name_of(policy: str, version: int) -> str:
-    """``NAME@N``."""
-    return f"{policy}@{version}"
-
-
 def list_versions(folder: Path, policy: str) -> list[VersionInfo]:
     """Valid versions of a policy from 1 on, oldest first. Version 0 is the base model, or, where it has a folder, the
     adapter that the run began from; it is no step's and not listed.
@@ -47,9 +44,9 @@ def list_versions(folder: Path, policy: str) -> list[VersionInfo]:
     """
     found = []
     for path in folder.glob(f"{policy}@*"):
-        number = path.name[len(policy) + 1 :]
-        if number.isascii() and number.isdecimal() and int(number) > 0:
-            info = read_version(folder, policy, int(number))
+        number = version_number(policy, path.name)
+        if number:
+            info = read_version(folder, policy, number)
             if info is not None:
                 found.append(info)
     return sorted(found, key=lambda info: info.version)
@@ -57,7 +54,7 @@ def list_versions(folder: Path, policy: str) -> list[VersionInfo]:
 
 def read_version(folder: Path, policy: str, version: int) -> VersionInfo | None:
     """One version, or None if it is not there or its state is unusable (which is logged)."""
-    path = folder / name_of(policy, version)
+    path = folder / version_name(policy, version)
     if not path.is_dir():
         return None
     try:
@@ -101,7 +98,7 @@ def sweep(folder: Path) -> int:
 def new_temporary(folder: Path, policy: str, version: int) -> Path:
     """An empty temporary folder beside the versions (same file system, so that a rename is atomic)."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{TEMPORARY}{name_of(policy, version)}-{uuid.uuid4().hex[:8]}"
+    path = folder / f"{TEMPORARY}{version_name(policy, version)}-{uuid.uuid4().hex[:8]}"
     path.mkdir()
     return path
 

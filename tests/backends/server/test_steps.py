@@ -146,6 +146,21 @@ async def test_what_cannot_train_is_left_out_and_counted(start: Any) -> None:
         )
 
 
+@pytest.mark.parametrize(("max_staleness", "trained"), [(0, []), (1, ["one"]), (2, ["one", "two"])])
+async def test_a_stale_rollout_is_left_out_and_counted(start: Any, max_staleness: int, trained: list[str]) -> None:
+    async with start() as server:
+        ids = {}
+        for name, step in (("two", 1), ("one", 2)):
+            ids[name] = await server.collect(5)  # of the version of now, for a step to come
+            await server.client.train_step(step, server.config, rollout_ids=await server.collect(step), deadline=60)
+        config = server.config.model_copy(update={"max_staleness": max_staleness})
+        both = [*ids["one"], *ids["two"]]
+        outcome = await server.client.train_step(3, config, rollout_ids=both, deadline=60)
+        assert sorted(outcome.tokens) == sorted(id for name in trained for id in ids[name])
+        assert outcome.excluded == {id: "stale" for name in ids if name not in trained for id in ids[name]}
+        assert outcome.kind == ("committed" if trained else "skipped")
+
+
 async def test_without_ids_it_takes_the_step_s_closed_rollouts(start: Any) -> None:
     async with start() as server:
         ids = await server.collect(1)

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 from art_backends.training import versions
+from art_backends.trajectories import version_name
 
 
 def make_version(folder, number, policy="policy", **changes):
     temporary = versions.new_temporary(folder, policy, number)
     state = {"format": 1, "policy": policy, "version": number, "rollout_ids": [], **changes}
     versions.write_file(temporary / versions.STATE, versions.encode_json(state))
-    versions.commit(temporary, folder / versions.name_of(policy, number))
+    versions.commit(temporary, folder / version_name(policy, number))
 
 
 def test_versions_are_listed_in_order_of_their_number(tmp_path):
