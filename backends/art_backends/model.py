@@ -20,16 +20,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import openai
 
+from art_backends import sft
 from art_backends.backend import LocalBackend, LocalServer
 from art_backends.client import StepOutcome, policy_of
-from art_backends.config import make_config
+from art_backends.config import TrainConfig, make_config
 from art_backends.errors import ConfigError, RewardError, ServerError, TrainingError
 
 ROLLOUT_SECONDS = 300.0  # default deadline of one trajectory
@@ -39,12 +40,13 @@ CONCURRENCY = 64  # default number of trajectories gathered at once
 @dataclass(eq=False)
 class Trajectory:
     """What one run of the agent came to: its reward (to be set before training), numbers to be kept beside it, and
-    the messages, for whoever judges it."""
+    the messages (with the tools that were offered), for whoever judges or imitates it."""
 
     messages: list[Any] = field(default_factory=list)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
     _slot: _Slot | None = field(default=None, repr=False)
 
 
@@ -132,7 +134,7 @@ class TrainableModel:
         closed; what the trainer raises afterwards.
         """
         client = self._running().client
-        config = make_config({**self.config.model_dump(), **settings}, source="train()") if settings else self.config
+        config = self._settings("train()", settings)
         step = await self.get_step() + 1
         chosen = [(trajectory, self._rollout(trajectory)) for group in groups for trajectory in group]
         if not chosen:
@@ -147,6 +149,36 @@ class TrainableModel:
         outcome = await client.train_step(step, config, rollout_ids=[opened.id for _, opened in chosen])
         self._trained.update(opened.id for _, opened in chosen)
         return outcome
+
+    async def train_sft(
+        self,
+        examples: Iterable[Trajectory | Mapping[str, Any]],
+        *,
+        epochs: int = 1,
+        batch_size: int = 8,
+        **settings: Any,
+    ) -> list[StepOutcome]:
+        """Imitate examples (objects with "messages" and "tools", or trajectories): each call makes all its steps, on
+        top of those made before. Returns their outcomes; ``metrics["loss"]`` is nats per token of the assistant.
+
+        Raises ScenarioError for an example that says nothing to imitate, before anything is trained; TemplateError if
+        the template refuses one; ConfigError, TrainingError.
+        """
+        if epochs < 1 or batch_size < 1:
+            raise ConfigError(f"train_sft: epochs ({epochs}) and batch_size ({batch_size}) must be at least 1")
+        client = self._running().client
+        config = self._settings("train_sft()", settings)
+        plan = sft.Plan(
+            sft.read([_example(item) for item in examples]), epochs, batch_size, config.seed, config.shuffle
+        )
+        made = await self.get_step()
+        config = config.model_copy(update={"steps": made + plan.steps})
+        return [
+            await client.train_step(made + step, config, examples=plan.batch(step)) for step in range(1, plan.steps + 1)
+        ]
+
+    def _settings(self, where: str, settings: Mapping[str, Any]) -> TrainConfig:
+        return make_config({**self.config.model_dump(), **settings}, source=where) if settings else self.config
 
     def _rollout(self, trajectory: Trajectory) -> _Opened:
         reward = trajectory.reward
@@ -247,6 +279,12 @@ async def gather_trajectory_groups(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]
+
+
+def _example(item: Trajectory | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(item, Trajectory):
+        return {"messages": _plain(item.messages), **({} if item.tools is None else {"tools": _plain(item.tools)})}
+    return {**item, "messages": _plain(item["messages"])} if isinstance(item.get("messages"), list) else dict(item)
 
 
 def _plain(messages: Sequence[Any]) -> list[Any]:

@@ -53,6 +53,28 @@ class SftReport:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Which examples each step learns: ``epochs`` times all of them, ``batch_size`` in a step."""
+
+    examples: Sequence[Scenario]
+    epochs: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+
+    @property
+    def steps(self) -> int:
+        return -(-len(self.examples) * self.epochs // self.batch_size)
+
+    def batch(self, step: int) -> list[dict[str, Any]]:
+        """The examples of a step, from 1 on; the last step has what is left."""
+        chosen = order(self.seed, step, self.batch_size, len(self.examples), shuffle=self.shuffle)
+        if step == self.steps:
+            chosen = chosen[: len(self.examples) * self.epochs - self.batch_size * (self.steps - 1)]
+        return [self.examples[index].data for index in chosen]
+
+
 def read(source: Any) -> list[Scenario]:
     """Examples of a JSON Lines file or of objects in memory; ScenarioError names the one that cannot be used."""
     found = load(source)
@@ -91,7 +113,8 @@ async def run(
     Raises TemplateError (the template refuses an example), TrainingError, ServerError; CancelledError when stopped.
     """
     began = time.monotonic()
-    steps = -(-len(examples) * epochs // batch_size)
+    plan = Plan(examples, epochs, batch_size, config.seed, config.shuffle)
+    steps = plan.steps
     config = config.model_copy(update={"steps": steps})  # so that a schedule of the learning rate spans the run
     losses: list[float] = []
     metrics = MetricsFile(config.folder / "metrics.jsonl")
@@ -102,11 +125,8 @@ async def run(
             display.note(f"{len(examples)} examples, {steps} steps" + (f"; going on after step {step}" if step else ""))
             while step < steps:
                 step += 1
-                chosen = order(config.seed, step, batch_size, len(examples), shuffle=config.shuffle)
-                if step == steps:  # the last one has what is left
-                    chosen = chosen[: len(examples) * epochs - batch_size * (steps - 1)]
                 started = time.monotonic()
-                outcome = await _step(client, config, step, [examples[index].data for index in chosen], display)
+                outcome = await _step(client, config, step, plan.batch(step), display)
                 seconds = time.monotonic() - started
                 version = outcome.version
                 loss = outcome.metrics.get("loss")

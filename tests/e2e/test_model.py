@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from art_backends.backend import LocalBackend
-from art_backends.errors import ConfigError, RewardError, ServerError, TrainingError
+from art_backends.errors import ConfigError, RewardError, ScenarioError, ServerError, TrainingError
 from art_backends.model import TrainableModel, Trajectory, TrajectoryGroup, gather_trajectory_groups
 from art_backends.trajectories import CaptureLevel
 
@@ -177,3 +177,41 @@ async def test_what_cannot_be_trained_is_refused_before_anything_is_closed(tmp_p
             await mine.train(gathered)
         with pytest.raises(TypeError, match="returned int, not a Trajectory"):
             await gather_trajectory_groups([TrajectoryGroup([asyncio.sleep(0, 1)])])
+
+
+async def test_examples_are_imitated_before_rewards_and_between(tmp_path: Path, model: Path) -> None:
+    said = {"role": "assistant", "content": "It is so."}
+    examples = [{"messages": [{"role": "user", "content": f"Say {n}."}, said]} for n in range(3)]
+    async with LocalBackend(path=tmp_path) as backend:
+        mine = a_model(model, learning_rate=3e-2)
+        await mine.register(backend)
+        with pytest.raises(ScenarioError, match="nothing to imitate"):
+            await mine.train_sft([examples[0], {"messages": [{"role": "user", "content": "Hi"}]}])
+        with pytest.raises(ConfigError, match=r"batch_size \(0\)"):
+            await mine.train_sft(examples, batch_size=0)
+        assert await mine.get_step() == 0
+        outcomes = await mine.train_sft(examples, epochs=4, batch_size=2)
+        assert [outcome.version for outcome in outcomes] == [1, 2, 3, 4, 5, 6]
+        assert outcomes[-1].metrics["loss"] < outcomes[0].metrics["loss"]
+        assert await mine.get_step() == 6
+        gathered = await gather_trajectory_groups(groups(mine))
+        outcome = await mine.train(gathered)
+        assert (outcome.version, outcome.metrics["trajectories/trained"]) == (7, 6.0)
+        best = max((trajectory for group in gathered for trajectory in group), key=lambda t: t.reward or 0.0)
+        best.tools = [{"type": "function", "function": {"name": "noop", "parameters": {"type": "object"}}}]
+        [last] = await mine.train_sft([best], learning_rate=1e-2)  # what it said itself, as the SDK's own objects
+        assert (last.version, last.metrics["learning_rate"]) == (8, 1e-2)
+
+
+async def test_what_was_gathered_while_a_step_trained_is_trained_in_the_next(tmp_path: Path, model: Path) -> None:
+    async with LocalBackend(path=tmp_path) as backend:
+        mine = a_model(model)
+        await mine.register(backend)
+        first = await gather_trajectory_groups(groups(mine))
+        early = await gather_trajectory_groups(groups(mine))
+        earlier = await gather_trajectory_groups(groups(mine))
+        assert (await mine.train(first)).version == 1
+        outcome = await mine.train(early)
+        assert (outcome.version, outcome.metrics["trajectories/trained"], outcome.excluded) == (2, 6.0, {})
+        outcome = await mine.train(earlier)  # two versions old: more than max_staleness
+        assert (outcome.kind, set(outcome.excluded.values()), len(outcome.excluded)) == ("skipped", {"stale"}, 6)
