@@ -1,4 +1,4 @@
-"""``art-backends versions``: list, compare, roll back, prune and export the adapter versions of a run folder.
+"""``art-backends versions``: list, compare, pin, roll back, prune and export the adapter versions of a run folder.
 
 No server may run on the folder (its lock is taken for as long as the command runs). Merging needs torch and runs in a
 process of its own. It refuses to overwrite: an export goes to a new folder.
@@ -38,11 +38,18 @@ def add_parser(commands: Any) -> None:
     comparing.add_argument("other", type=int, metavar="M")
     comparing.set_defaults(run=_compare)
 
+    pinning = actions.add_parser("pin", help="let version N answer apps from the next start on, whatever is newer")
+    pinning.add_argument("version", type=int, metavar="N", help="0: what the run began from")
+    pinning.set_defaults(run=_pin)
+
+    unpinning = actions.add_parser("unpin", help="let the newest version answer again")
+    unpinning.set_defaults(run=_unpin)
+
     rolling = actions.add_parser("rollback", help="make version N the newest; later ones are set aside")
     rolling.add_argument("version", type=int, metavar="N", help="0: what the run began from")
     rolling.set_defaults(run=_roll_back)
 
-    pruning = actions.add_parser("prune", help="remove versions; the best, the newest ones and version 0 stay")
+    pruning = actions.add_parser("prune", help="remove versions; the best, the pinned, the newest and version 0 stay")
     pruning.add_argument("--keep", type=int, default=3, help="how many of the newest stay (default: 3)")
     pruning.set_defaults(run=_prune)
 
@@ -54,7 +61,7 @@ def add_parser(commands: Any) -> None:
 
     for action in (listing, comparing):
         action.add_argument("--json", action="store_true", help="print JSON")
-    for action in (listing, comparing, rolling, pruning, exporting):
+    for action in (listing, comparing, pinning, unpinning, rolling, pruning, exporting):
         action.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
 
 
@@ -84,6 +91,7 @@ async def _list(options: argparse.Namespace) -> int:
                     "bytes": entry.bytes,
                     "newest": entry is newest,
                     "best": entry is best,
+                    "pinned": entry.version == found.pinned,
                 }
                 for entry in found.entries
             ]
@@ -91,7 +99,8 @@ async def _list(options: argparse.Namespace) -> int:
             return 0
         table = Table("version", "step", "reward", "held-out reward", "success", "MB", "", title=found.policy)
         for entry in found.entries:
-            marks = [name for name, other in (("newest", newest), ("best", best)) if entry is other]
+            marked = ("newest", entry is newest), ("best", entry is best), ("pinned", entry.version == found.pinned)
+            marks = [name for name, holds in marked if holds]
             table.add_row(
                 f"@{entry.version}",
                 str(entry.step),
@@ -116,6 +125,20 @@ async def _compare(options: argparse.Namespace) -> int:
         for name, left, right in rows:
             table.add_row(name, _figure(left), _figure(right))
         plain_console().print(table)
+    return 0
+
+
+async def _pin(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        catalog.pin(found, options.version)
+        plain_console().print(f"{found.policy}@{options.version} answers from the next start of the server on")
+    return 0
+
+
+async def _unpin(options: argparse.Namespace) -> int:
+    with _catalog(options.folder) as found:
+        catalog.pin(found, None)
+        plain_console().print(f"the newest version of {found.policy} answers from the next start of the server on")
     return 0
 
 

@@ -46,8 +46,8 @@ class PolicyView(Protocol):
     name: str
     models: list[str]  # names of the app's models that it answers for; empty: all
 
-    def newest_name(self) -> str:
-        """The newest version, "NAME@N": it answers calls that are not pinned to one."""
+    def alias_name(self) -> str:
+        """The version that the alias stands for, "NAME@N": it answers calls that are not pinned to one."""
         ...
 
     def lease(self, version: str) -> AbstractContextManager[str]:

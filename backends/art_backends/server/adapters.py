@@ -47,7 +47,7 @@ class Adapters:
     async def reload(self) -> None:
         """After the engine was replaced: load again what was loaded. A version that fails is given up, and logged.
 
-        Raises the error of the newest version: without it the policy would silently answer with older weights.
+        Raises the error of the newest version and the alias's: the policy would silently answer with other weights.
         """
         async with self._lock:
             for version in sorted(self._policies.loaded - self._policies.bare):
@@ -57,7 +57,7 @@ class Adapters:
                 try:
                     await self._load(version)
                 except AdapterError as error:
-                    if version == self._policies.newest:
+                    if version in (self._policies.newest, self._policies.alias):
                         raise
                     log.error("not loaded again: %s", error)
                     self._policies.loaded.discard(version)

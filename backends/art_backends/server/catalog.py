@@ -1,11 +1,12 @@
-"""The versions of a run folder, while no server runs on it: list, compare, roll back, prune, export for PEFT.
+"""The versions of a run folder, while no server runs on it: list, compare, pin, roll back, prune, export for PEFT.
 
-A version is never changed. Rolling back sets the later ones aside, pruning removes whole folders, exporting copies.
+A version is never changed. Pinning fixes the alias, so that apps are answered by one version while training goes on
+to newer ones. Rolling back sets the later ones aside, pruning removes whole folders, exporting copies.
 What a version is worth is read from ``metrics.jsonl``; the best is the one of the highest held-out reward, or, where
 nothing was held out, of the highest reward of its step.
 
-It refuses to touch a folder whose server runs (see ``RunFolder``), to remove the newest or the best version, and to
-write into a folder that holds anything.
+It refuses to touch a folder whose server runs (see ``RunFolder``), to remove the newest, the best or the pinned
+version, and to write into a folder that holds anything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from art_backends.errors import ConfigError
 from art_backends.models import PACKAGES
-from art_backends.server.folder import PolicyFile
+from art_backends.server.folder import PolicyFile, read_pin, write_pin
 from art_backends.tracking import read_metrics
 from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -57,6 +58,7 @@ class Catalog:
     base_model: str
     digest: str
     entries: list[Entry]
+    pinned: int | None = None
 
     def entry(self, version: int) -> Entry:
         """ConfigError, naming those there are, if there is no such version."""
@@ -103,7 +105,7 @@ def read(folder: Path) -> Catalog:
                 state=info.state,
             )
         )
-    return Catalog(folder, name, policy.base_model, policy.digest, entries)
+    return Catalog(folder, name, policy.base_model, policy.digest, entries, read_pin(folder))
 
 
 def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
@@ -122,6 +124,13 @@ def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
     return [row for row in rows if row[1] != row[2]]
 
 
+def pin(catalog: Catalog, version: int | None) -> None:
+    """Let the alias stay at ``version`` from the server's next start on; None: let it follow the newest one again."""
+    if version:
+        catalog.entry(version)
+    write_pin(catalog.folder, version)
+
+
 def roll_back(catalog: Catalog, to: int) -> list[Path]:
     """Make ``to`` the newest version; the later ones are set aside. Returns where they are now.
 
@@ -129,6 +138,8 @@ def roll_back(catalog: Catalog, to: int) -> list[Path]:
     """
     if to != 0:
         catalog.entry(to)
+    if catalog.pinned is not None and catalog.pinned > to:
+        raise ConfigError(f"{catalog.policy}@{catalog.pinned} is pinned and would be set aside: unpin it first")
     aside = []
     for entry in reversed(catalog.entries):  # the newest first: wherever this is cut short, the rest is a whole run
         if entry.version > to:
@@ -139,10 +150,10 @@ def roll_back(catalog: Catalog, to: int) -> list[Path]:
 
 
 def prune(catalog: Catalog, keep: int) -> list[Entry]:
-    """Remove all versions but the newest ``keep``, the best, and version 0. Returns those removed."""
+    """Remove all versions but the newest ``keep``, the best, the pinned, and version 0. Returns those removed."""
     if keep < 1:
         raise ConfigError("at least the newest version is kept: --keep must be 1 or more")
-    kept = {entry.version for entry in catalog.entries[-keep:]} | {0}
+    kept = {entry.version for entry in catalog.entries[-keep:]} | {0, catalog.pinned}
     if catalog.best is not None:
         kept.add(catalog.best.version)
     removed = [entry for entry in catalog.entries if entry.version not in kept]

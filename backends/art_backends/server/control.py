@@ -168,6 +168,7 @@ class Control:
             "base_model": s.policy_file.base_model,
             "digest": s.policy_file.digest,
             "version": s.policies.newest,
+            "pinned": s.policies.fixed,
             "versions": sorted(s.policies.loaded),
             "models": s.policies.models,
             "capture": s.policies.capture.value,

@@ -23,6 +23,7 @@ from art_backends.training.versions import replace_json
 
 FIXED = ("name", "rank", "alpha", "rslora", "target_modules", "optimizer", "init_adapter")
 POLICY, SERVER, LOCK, STORE, VERSIONS = "policy.json", "server.json", "lock", "store.sqlite", "versions"
+PIN = "pinned.json"
 
 
 class RunFolder:
@@ -119,6 +120,29 @@ class RunFolder:
             os.pwrite(self._lock, content, 0)
         except OSError as error:
             raise ServerError(f"{self.path / LOCK}: cannot be written: {error.strerror}") from None
+
+
+def read_pin(folder: Path) -> int | None:
+    """The version that the folder's alias is fixed to, if any; ConfigError if the file cannot be understood."""
+    path = folder / PIN
+    try:
+        return int(json.loads(path.read_bytes())["version"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r}); remove it to serve the newest version") from None
+
+
+def write_pin(folder: Path, version: int | None) -> None:
+    """Fix the folder's alias to a version, or let it follow the newest one again (None)."""
+    path = folder / PIN
+    try:
+        if version is None:
+            path.unlink(missing_ok=True)
+        else:
+            replace_json(path, {"version": version})
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)

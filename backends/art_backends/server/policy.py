@@ -1,6 +1,7 @@
 """The policy's table: which adapter versions are loaded, which one is newest, who still needs an older one.
 
-A version may be unloaded when it is not the newest, no open rollout is pinned to it and no call is in flight on it.
+The *alias*, the policy's own name, stands for the newest version, or for the one that somebody fixed it to.
+A version may be unloaded when it is neither, no open rollout is pinned to it and no call is in flight on it.
 Calls take a *lease* for as long as they run; rollouts take a *pin* until they close (or expire).
 
 It refuses to talk to the engine (see ``adapters``): this is bookkeeping in one event loop, without a lock.
@@ -28,6 +29,7 @@ class PolicyTable:
         self.loaded: set[int] = {0}
         self.bare: frozenset[int] = frozenset({0})  # versions without an adapter
         self.newest = 0
+        self.fixed: int | None = None  # the version that the alias stays at
         self.changed = asyncio.Event()  # set when a version may have become idle
         self._pins: Counter[int] = Counter()
         self._in_flight: Counter[int] = Counter()
@@ -39,8 +41,13 @@ class PolicyTable:
     def number(self, version: str) -> int | None:
         return version_number(self.name, version)
 
-    def newest_name(self) -> str:
-        return version_name(self.name, self.newest)
+    @property
+    def alias(self) -> int:
+        """The version that answers calls of no rollout."""
+        return self.newest if self.fixed is None else self.fixed
+
+    def alias_name(self) -> str:
+        return version_name(self.name, self.alias)
 
     def engine_model(self, version: str) -> str:
         """What the engine calls ``NAME@N``: the base model has no adapter to name."""
@@ -52,7 +59,7 @@ class PolicyTable:
         self.loaded.discard(0)
 
     def move(self, version: int) -> None:
-        """Let new calls and rollouts go to ``version``, which must be loaded."""
+        """Let new rollouts, and the alias unless it is fixed, go to ``version``, which must be loaded."""
         if version not in self.loaded:
             raise ValueError(f"{version_name(self.name, version)} is not loaded")
         self.newest = version
@@ -87,7 +94,7 @@ class PolicyTable:
         return [
             version
             for version in sorted(self.loaded)
-            if version not in (0, self.newest) and not self._pins[version] and not self._in_flight[version]
+            if version not in (0, self.newest, self.alias) and not self._pins[version] and not self._in_flight[version]
         ]
 
     def _drop(self, counter: Counter[int], version: int) -> None:

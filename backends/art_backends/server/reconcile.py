@@ -27,9 +27,17 @@ INTERRUPTED = "interrupted"
 
 
 async def reconcile(
-    *, store: AsyncStore, policies: PolicyTable, adapters: Adapters, versions: Path, digest: str, started: float
+    *,
+    store: AsyncStore,
+    policies: PolicyTable,
+    adapters: Adapters,
+    versions: Path,
+    digest: str,
+    started: float,
+    pinned: int | None = None,
 ) -> None:
-    """See the module. ``digest`` is the base model's; ``started`` the server's start, seconds since the epoch."""
+    """See the module. ``digest`` is the base model's; ``started`` the server's start, seconds since the epoch;
+    ``pinned`` the version that the alias is fixed to. Raises AdapterError if that one cannot be served."""
     swept = await asyncio.to_thread(sweep, versions)
     if swept:
         log.info("removed %d unfinished versions", swept)
@@ -37,6 +45,9 @@ async def reconcile(
         policies.begin_from_adapter()
         await adapters.load(0)
     kept = await _serve_newest(policies, adapters, versions, digest)
+    if pinned is not None:
+        await adapters.load(pinned)
+        policies.fixed = pinned
     await _record(store, policies, kept)
     closed = await store.close_open_rollouts(fault=INTERRUPTED, opened_before=started)
     if closed:

@@ -36,7 +36,7 @@ from art_backends.server import app, origin, probe
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.server.control import Services
-from art_backends.server.folder import PolicyFile, RunFolder
+from art_backends.server.folder import PolicyFile, RunFolder, read_pin
 from art_backends.server.policy import PolicyTable
 from art_backends.server.reconcile import reconcile
 from art_backends.server.sessions import Sessions, digest
@@ -186,6 +186,7 @@ async def _parts(
             versions=folder.versions,
             digest=model_digest,
             started=started,
+            pinned=read_pin(folder.path),
         )
         sessions = Sessions(store, policies, adapters, config, ttl=rollout_ttl)
         await _fixed_tokens(folder, store, sessions)

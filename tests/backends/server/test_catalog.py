@@ -90,6 +90,27 @@ def test_rolling_back_sets_later_versions_aside(folder):
     assert all((path / "adapter_model.safetensors").exists() for path in aside)
 
 
+def test_a_pinned_version_is_kept_and_never_set_aside(folder):
+    catalog.pin(catalog.read(folder), 1)
+    assert catalog.read(folder).pinned == 1
+    removed = catalog.prune(catalog.read(folder), 1)
+    assert [entry.version for entry in removed] == [3]
+    with pytest.raises(ConfigError, match="policy@1 is pinned and would be set aside: unpin it first"):
+        catalog.roll_back(catalog.read(folder), 0)
+    assert names(catalog.read(folder)) == [1, 2, 4]
+    catalog.pin(catalog.read(folder), None)
+    assert catalog.read(folder).pinned is None
+    assert len(catalog.roll_back(catalog.read(folder), 0)) == 3
+
+
+def test_what_is_not_there_cannot_be_pinned(folder):
+    with pytest.raises(ConfigError, match="no version policy@9"):
+        catalog.pin(catalog.read(folder), 9)
+    (folder / "pinned.json").write_text('{"version": "x"}')
+    with pytest.raises(ConfigError, match=r"pinned\.json: cannot be read"):
+        catalog.read(folder)
+
+
 def test_rolling_back_to_the_beginning_and_to_nothing(folder):
     with pytest.raises(ConfigError, match="no version policy@7"):
         catalog.roll_back(catalog.read(folder), 7)

@@ -26,7 +26,18 @@ def test_a_version_goes_when_nobody_needs_it(table: PolicyTable) -> None:
         assert table.changed.is_set()
         assert table.idle() == [1]
     assert table.idle() == [1, 2]
-    assert table.newest_name() == "policy@3"
+    assert table.alias_name() == "policy@3"
+
+
+def test_the_alias_may_be_fixed_to_an_older_version(table: PolicyTable) -> None:
+    table.fixed = 1
+    assert (table.alias_name(), table.newest) == ("policy@1", 3)
+    assert table.idle() == [2]
+    table.loaded.add(4)
+    table.move(4)
+    assert (table.alias_name(), table.newest) == ("policy@1", 4)
+    table.fixed = None
+    assert table.alias_name() == "policy@4"
 
 
 def test_the_base_model_has_the_engine_s_name(table: PolicyTable) -> None:

@@ -6,6 +6,10 @@ import shutil
 import sqlite3
 from typing import Any
 
+import pytest
+from art_backends.errors import AdapterError
+from art_backends.server.folder import write_pin
+
 
 async def test_a_restart_goes_on_from_the_last_version(start: Any) -> None:
     async with start() as server:
@@ -81,3 +85,23 @@ async def test_a_server_stopped_in_the_middle_of_a_step(start: Any) -> None:
     async with start() as server:
         outcome = await server.client.train_step(1, server.config, rollout_ids=ids, deadline=60)
         assert (outcome.kind, outcome.version) == ("committed", 1)
+
+
+async def test_a_pinned_version_answers_apps_while_training_goes_on(start: Any) -> None:
+    async with start() as server:
+        for step in (1, 2):
+            await server.client.train_step(step, server.config, rollout_ids=await server.collect(step), deadline=60)
+    write_pin(server.folder, 1)
+    async with start() as server:
+        policy = await server.policy()
+        assert (policy["version"], policy["pinned"], policy["versions"]) == (2, 1, [0, 1, 2])
+        assert (await server.chat(server.agent)).json()["choices"][0]["message"]["content"] == "policy@1 says hi"
+        rollout = await server.open()
+        assert rollout.version == "policy@2"
+        outcome = await server.client.train_step(3, server.config, rollout_ids=await server.collect(3), deadline=60)
+        assert outcome.version == 3
+        assert (await server.policy())["pinned"] == 1
+    write_pin(server.folder, 7)
+    with pytest.raises(AdapterError, match="policy@7: there is no usable version here"):
+        async with start():
+            pass
