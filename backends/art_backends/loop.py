@@ -28,7 +28,18 @@ from art_backends.report import Evaluation, Report, can_draw, draw_curves
 from art_backends.rewards.values import Reward
 from art_backends.rollouts import Control, Player, RunAgent, Slot, Success, control
 from art_backends.scenarios import Scenario
-from art_backends.summary import by_step, common_error, evaluation, evaluation_row, fill, reached, scored, step_row
+from art_backends.summary import (
+    by_step,
+    common_error,
+    evaluation,
+    evaluation_row,
+    evaluations,
+    fill,
+    parted,
+    reached,
+    scored,
+    step_row,
+)
 from art_backends.tracking import MetricsFile, Row, Sink
 from art_backends.trajectories import Purpose, Rollout
 from art_backends.waiting import watched
@@ -118,6 +129,7 @@ class _Loop:
         try:
             committed = await self._read_status()
             self._steps = by_step(self._metrics.rows, self._version)
+            self._evaluations = evaluations(self._metrics.rows, self._version)
             await self._recover(committed)
             before = await self._evaluate(0, 0)
             step = max([committed, *self._steps]) + 1
@@ -193,14 +205,15 @@ class _Loop:
         await self._check_calls(rollouts)
         passed = evaluation(step, f"{self._config.name}@{version}", rollouts)
         self._evaluations[step] = passed
-        known = any(
-            row.get("evaluation") == step and row.get("version") == passed.version for row in self._metrics.rows
-        )
+        alarm = parted([self._evaluations[at] for at in sorted(self._evaluations) if at <= step], self._steps.values())
+        known = any(row.get("evaluation") == step and row.get("version") == passed.version for row in self._parts)
         if not known:
-            self._write(evaluation_row(passed))
+            self._write(evaluation_row(passed) | ({} if alarm is None else {"alarm": alarm}))
         figures = [f"reward {passed.reward:.3f}" if passed.reward is not None else ""]
         figures.append(f"success {passed.success:.3f}" if passed.success is not None else "")
         self._display.note(f"{name}: " + ", ".join(filter(None, [*figures, f"{passed.scenarios} scenarios"])))
+        if alarm is not None:
+            self._display.warn(alarm)
         if passed.faults:
             self._display.warn(
                 f"{passed.faults} of {len(rollouts)} held-out rollouts were excluded: {checks.fault(rollouts)}"
@@ -296,6 +309,7 @@ class _Loop:
         rows = list(self._steps.values())
         fill(report, rows, self._parts, before, after)
         report.drifted_calls = self._drifted
+        report.alarms = list(dict.fromkeys(row["alarm"] for row in self._parts if row.get("alarm")))
         report.evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
         report.write(config.folder / "report.json")
         if rows and can_draw():

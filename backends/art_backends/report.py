@@ -77,6 +77,7 @@ class Report:
     engine_tokens_per_second: float | None = None
     trained_tokens: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)  # sampled reward up, held-out reward down: when, and how much
     examples: list[Example] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

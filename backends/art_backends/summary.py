@@ -6,6 +6,7 @@ mean, and a figure of which nothing is known is left out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
@@ -16,6 +17,7 @@ from art_backends.trajectories import Rollout, version_number
 
 Row = dict[str, Any]
 
+PATIENCE = 2  # evaluations that may be worse than the best one before there is an alarm
 DIFFERENCE = "sampling/sampling_logp_difference"
 
 
@@ -75,8 +77,27 @@ def evaluation_row(passed: Evaluation) -> Row:
         "held_out/reward": passed.reward,
         "held_out/success": passed.success,
         "held_out/scenarios": passed.scenarios,
+        "held_out/errors": passed.errors,
         "held_out/faults": passed.faults,
     }
+
+
+def evaluations(rows: Iterable[Mapping[str, Any]], newest: int) -> dict[int, Evaluation]:
+    """The evaluations of a run that was stopped, by step; those of versions beyond ``newest`` were never served."""
+    found = {}
+    for row in rows:
+        version = str(row.get("version", "")).rpartition("@")[2]
+        if isinstance(row.get("evaluation"), int) and version.isdecimal() and int(version) <= newest:
+            found[row["evaluation"]] = Evaluation(
+                step=row["evaluation"],
+                version=row["version"],
+                scenarios=row.get("held_out/scenarios") or 0,
+                reward=row.get("held_out/reward"),
+                success=row.get("held_out/success"),
+                errors=row.get("held_out/errors") or 0,
+                faults=row.get("held_out/faults") or 0,
+            )
+    return dict(sorted(found.items()))
 
 
 def step_row(step: int, rollouts: Sequence[Rollout], outcome: Mapping[str, Any]) -> Row:
@@ -121,6 +142,38 @@ def reached(rows: Sequence[Mapping[str, Any]], target: float | None, steps: int)
     """
     last = [row["success"] for row in rows[-steps:] if row.get("success") is not None]
     return target is not None and len(last) == steps and fmean(last) >= target
+
+
+def parted(evaluations: Sequence[Evaluation], rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """An alarm in words when the sampled reward rose since the best evaluation and the held-out reward did not.
+
+    That is what learning the training scenarios by heart looks like, and so does a way around the reward that the
+    held-out scenarios do not have. The best must be PATIENCE evaluations old (or the first of two). The rise is that of
+    the last quarter of the steps since then over their first, and must exceed two standard errors of the difference.
+    """
+    known = [passed for passed in evaluations if passed.reward is not None]
+    if len(known) < 2:
+        return None
+    at = max(range(len(known)), key=lambda index: (known[index].reward or 0.0, -index))
+    best, last = known[at], known[-1]
+    since = [row for row in rows if row.get("reward") is not None and best.step < row["step"] <= last.step]
+    if len(known) - 1 - at < min(PATIENCE, len(known) - 1) or len(since) < 2:
+        return None
+    part = max(1, len(since) // 4)
+    (was, was_error), (now, now_error) = _sampled(since[:part]), _sampled(since[-part:])
+    if now - was <= 2 * math.hypot(was_error, now_error):
+        return None
+    return (
+        f"the sampled reward rose from {was:.3f} to {now:.3f} since {best.version}, the held-out reward went from "
+        f"{best.reward:.3f} to {last.reward:.3f}: the agent may be learning the training scenarios by heart, or a way "
+        f"around the reward. Look at rollouts of the last step; the best version so far is {best.version}"
+    )
+
+
+def _sampled(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean sampled reward of some steps, and its standard error."""
+    variance = fmean((row.get("reward_std") or 0.0) ** 2 for row in rows)
+    return fmean(row["reward"] for row in rows), math.sqrt(variance / sum(max(row["rollouts"], 1) for row in rows))
 
 
 def examples(before: Sequence[Rollout], after: Sequence[Rollout], limit: int = 5) -> list[Example]:

@@ -573,3 +573,25 @@ async def test_a_sink_that_raises_is_switched_off(tmp_path):
 async def test_a_policy_that_the_server_does_not_have(tmp_path):
     with pytest.raises(ServerError, match="no policy 'policy'"):
         await go(MemoryServer(name="other"), tmp_path)
+
+
+async def test_an_alarm_when_the_held_out_reward_falls_while_the_sampled_one_rises(tmp_path):
+    server = MemoryServer()
+
+    def reward(run):
+        if run.scenario["id"].startswith("h"):
+            return 0.9 - 0.1 * server.version
+        turns["n"] += 1
+        return 0.1 * server.version + 0.01 * (turns["n"] % 2)
+
+    turns = {"n": 0}
+    notes = Notes()
+    settings = {"steps": 4, "eval_every": 1, "reward": reward}
+    report = await go(server, tmp_path, display=notes, **settings)
+    assert len(report.alarms) == 3  # from the second evaluation that was worse than the first
+    assert "the held-out reward went from 0.900 to 0.700" in report.alarms[0]
+    assert "warning: the sampled reward rose from 0.005 to 0.105 since policy@0" in notes.text
+    assert [row["evaluation"] for row in rows_of(tmp_path) if "alarm" in row] == [2, 3, 4]
+    again = await go(server, tmp_path, **settings)
+    assert again.alarms == report.alarms
+    assert [passed.step for passed in again.evaluations] == [0, 1, 2, 3, 4]

@@ -1,6 +1,18 @@
 import pytest
-from art_backends.report import Report
-from art_backends.summary import by_step, common_error, evaluation, examples, fill, reached, step_row, successes
+from art_backends.report import Evaluation, Report
+from art_backends.summary import (
+    by_step,
+    common_error,
+    evaluation,
+    evaluation_row,
+    evaluations,
+    examples,
+    fill,
+    parted,
+    reached,
+    step_row,
+    successes,
+)
 from art_backends.trajectories import Rollout, RolloutError
 
 
@@ -132,3 +144,40 @@ def test_totals_of_nothing_are_not_made_up():
     assert report.engine_tokens_per_second is None
     assert report.mean_abs_logprob_difference is None
     assert report.confidence_interval is None
+
+
+def held(*rewards, every=4):
+    return [Evaluation(at * every, f"policy@{at * every}", 50, reward, None) for at, reward in enumerate(rewards)]
+
+
+def sampled(*rewards, std=0.3):
+    return [{"step": at, "reward": reward, "reward_std": std, "rollouts": 32} for at, reward in enumerate(rewards, 1)]
+
+
+RISING = [0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    ("passed", "rows", "alarm"),
+    [
+        (held(0.2, 0.5, 0.4, 0.3), sampled(*RISING), "from 0.575 to 0.925 since policy@4"),
+        (held(0.5, 0.4), sampled(*RISING[:4]), "from 0.200 to 0.500 since policy@0"),  # before and after
+        (held(0.2, 0.5, 0.4), sampled(*RISING[:8]), None),  # one worse evaluation is no trend
+        (held(0.2, 0.5, 0.6, 0.7), sampled(*RISING), None),  # both rise
+        (held(0.2, 0.5, 0.4, 0.3), sampled(*[0.5] * 12), None),  # neither rises
+        (held(0.2, 0.5, 0.4, 0.3), sampled(*[0.5] * 11, 0.55), None),  # a rise that is within the noise
+        (held(0.2, None, None, None), sampled(*RISING), None),
+        (held(0.5), [], None),
+        (held(0.5, 0.4), sampled(0.2), None),
+    ],
+)
+def test_the_alarm_when_held_out_and_sampled_reward_part(passed, rows, alarm):
+    said = parted(passed, rows)
+    assert (said is None) if alarm is None else (alarm in said)
+
+
+def test_evaluations_of_a_stopped_run():
+    passed = [Evaluation(0, "policy@0", 9, 0.2, 0.1, 3, 1), Evaluation(5, "policy@5", 10, 0.4, None)]
+    rows = [evaluation_row(passed[1]), {"step": 3, "outcome": "committed", "version": 3}, evaluation_row(passed[0])]
+    assert list(evaluations(rows, 5).values()) == passed
+    assert list(evaluations(rows, 4)) == [0]
