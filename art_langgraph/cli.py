@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from art_backends import stacks
 from art_backends.config import add_arguments, from_arguments
 from art_backends.display import make_display
 from art_backends.errors import ArtError, ConfigError
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``art-langgraph``; returns the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    stacks.on_request()
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     # a client refuses to be made without a key; inside a rollout none is used, outside of one this one is refused

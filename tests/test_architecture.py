@@ -33,6 +33,9 @@ FLOORS = {
     "rollouts": 3,
     "batches": 3,
     "stragglers": 2,
+    "failures": 2,
+    "stacks": 2,
+    "watchdog": 2,
     "playing": 3,
     "checks": 3,
     "sft": 3,
@@ -60,7 +63,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
 LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft", "cli_versions"}
-LIGHT_ROOMS |= {"stragglers", "playing", "checks"}
+LIGHT_ROOMS |= {"stragglers", "playing", "checks", "stacks", "watchdog", "failures"}
 
 
 def modules() -> dict[str, Path]:

@@ -10,6 +10,8 @@ import argparse
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +19,16 @@ from typing import Any
 
 from rich.table import Table
 
-from art_backends import cli_versions, sft
+from art_backends import cli_versions, sft, stacks
 from art_backends.backend import LocalServer
 from art_backends.client import Client
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
 from art_backends.display import make_display, plain_console
 from art_backends.errors import ArtError, ConfigError, ServerError
+from art_backends.server.folder import SERVER
 from art_backends.server.run import serve
+
+STACKS_SECONDS = 10.0  # until a server that does not answer is taken to hang
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    stacks.on_request()
     try:
         code: int = asyncio.run(options.run(options))
         return code
@@ -72,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="policies, versions, children, rollouts of a running server")
     _add_folder(status)
     status.set_defaults(run=_status)
+
+    asking = commands.add_parser("stacks", help="make a running server and its worker write where they stand")
+    asking.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
+    asking.set_defaults(run=_stacks)
 
     rollouts = commands.add_parser("rollouts", help="the rollouts of a running server")
     actions = rollouts.add_subparsers(required=True, metavar="ACTION")
@@ -172,7 +182,7 @@ def _announce(said: dict[str, Any]) -> None:
 
 def _client(folder: Path) -> Client:
     try:
-        url = json.loads((folder / "server.json").read_text())["url"]
+        url = json.loads((folder / SERVER).read_text())["url"]
         token = (folder / "admin.token").read_text().strip()
     except (OSError, ValueError, KeyError):
         raise ServerError(f"no server runs on {folder}; start one with: art-backends serve --folder {folder}") from None
@@ -205,6 +215,31 @@ async def _status(options: argparse.Namespace) -> int:
     for key, value in status["rollouts"].items():
         counts.add_row(key, str(value))
     console.print(counts)
+    return 0
+
+
+async def _stacks(options: argparse.Namespace) -> int:
+    server = _object(options.folder / SERVER)
+    children: list[int] = []
+    client = _client(options.folder)
+    try:
+        async with asyncio.timeout(STACKS_SECONDS):
+            children = [child["pid"] for child in (await client.status())["children"] if child["pid"]]
+    except (ServerError, TimeoutError):
+        pass  # it hangs: that is why its stacks are asked for
+    finally:
+        await client.aclose()
+    for pid in (int(server["pid"]), *children):
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            raise ServerError(f"process {pid} of {options.folder} is gone") from None
+    logs = options.folder / "logs"
+    plain_console().print(
+        f"asked server (process {server['pid']}) and worker ({', '.join(map(str, children)) or 'not known'}): see "
+        f"{logs}/server.log (or the terminal where it was started) and {logs}/worker.log",
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -43,6 +43,7 @@ from art_backends.summary import (
 from art_backends.tracking import MetricsFile, Row, Sink
 from art_backends.trajectories import Purpose, Rollout
 from art_backends.waiting import watched
+from art_backends.watchdog import Watchdog
 
 MAX_SKIPPED = 3  # steps in a row without a spread, from the start on, until the run is given up
 MAX_SETTLED = 8  # the same, once something was learned: there is nothing more to learn from these scenarios
@@ -70,7 +71,8 @@ async def run(
     with all open rollouts closed.
     """
     metrics = MetricsFile(config.folder / "metrics.jsonl")
-    player = Player(client, config, run_agent, reward, success)
+    watchdog = Watchdog()
+    player = Player(client, config, run_agent, reward, success, watchdog=watchdog)
     try:
         with display, watched(display.warn):
             loop = _Loop(
@@ -79,6 +81,7 @@ async def run(
                 scenarios=scenarios,
                 held_out=held_out,
                 player=player,
+                watchdog=watchdog,
                 display=display,
                 metrics=metrics,
                 sinks=list(sinks),
@@ -97,6 +100,7 @@ class _Loop:
         scenarios: Sequence[Scenario],
         held_out: Sequence[Scenario],
         player: Player,
+        watchdog: Watchdog,
         display: Display,
         metrics: MetricsFile,
         sinks: list[Sink],
@@ -105,6 +109,7 @@ class _Loop:
         self._config = config
         self._held_out = held_out
         self._player = player
+        self._watchdog = watchdog
         self._playing = Playing(config, scenarios, player, display)
         self._display = display
         self._metrics = metrics
@@ -124,7 +129,8 @@ class _Loop:
 
     async def run(self) -> Report:
         began = time.monotonic()
-        speed = asyncio.get_running_loop().create_task(self._watch_speed())
+        create = asyncio.get_running_loop().create_task
+        watches = [create(self._watch_speed()), create(self._watchdog.watch(self._display.warn, self._status))]
         step: int | None = None
         try:
             committed = await self._read_status()
@@ -159,13 +165,17 @@ class _Loop:
             self._display.note(f"stopped {where}; nothing that was finished is lost: the same command goes on")
             raise
         finally:
-            speed.cancel()
-            await asyncio.gather(speed, return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
             await self._playing.close()
+
+    async def _status(self) -> dict[str, Any]:
+        return await control(self._client.status())
 
     async def _read_status(self) -> int:
         """Note version, digest and the engine's counters; returns the last step that the server knows as made."""
-        status = await control(self._client.status())
+        status = await self._status()
         self._count_engine(status)
         policy = policy_of(status, self._config.name)
         self._version = int(policy["version"])
@@ -253,11 +263,13 @@ class _Loop:
                     self._display.phase(f"step {step}: training", now.packs)
                 self._display.advance(now.packs_done)
                 watch.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
+                self._watchdog.alive()
                 seen = now
 
         try:
             async with asyncio.timeout(STALL_SECONDS) as watch:
-                return await self._client.train_step(step, self._config, rollout_ids=rollout_ids, progress=progress)
+                with self._watchdog.waiting(f"the worker to train step {step}"):
+                    return await self._client.train_step(step, self._config, rollout_ids=rollout_ids, progress=progress)
         except TimeoutError:
             raise TrainingError(
                 f"step {step}: training made no progress for {STALL_SECONDS / 60:.0f} minutes; see logs/worker.log of "
@@ -338,7 +350,7 @@ class _Loop:
         while True:
             await asyncio.sleep(POLL_SECONDS)
             with suppress(ArtError):
-                engine = (await control(self._client.status())).get("engine") or {}
+                engine = (await self._status()).get("engine") or {}
                 now = (float(engine.get("busy_seconds") or 0.0), float(engine.get("tokens_sampled") or 0.0))
                 if last is None or now[0] < last[0]:  # the first look, or a restarted engine's counters
                     last = now

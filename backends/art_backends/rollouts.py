@@ -13,34 +13,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
-
-import openai
-from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from art_backends.capture.scope import rollout_scope
 from art_backends.client import OpenRollout, StepOutcome, StepProgress
 from art_backends.config import TrainConfig
 from art_backends.errors import ArtError, ControlError, GraphError, RewardError, ScenarioError, ServerError
+from art_backends.failures import brief, describe, fault_of, jsonable
 from art_backends.rewards.values import LazyCalls, Reward, Run, parts
 from art_backends.scenarios import Scenario
 from art_backends.stragglers import LateError, Stragglers
 from art_backends.trajectories import Purpose, Rollout, RolloutError, version_number
 from art_backends.waiting import OverdueError, SelfCancelledError, bounded, in_thread, resolve
+from art_backends.watchdog import Watchdog
 
 CONTROL_SECONDS = 180.0  # most that one control request may take, its repeats included
 CLOSE_SECONDS = 10.0  # most that closing may take when the run was interrupted
 ROUNDS = 3  # times that a rollout which met a fault of the world is played before the step does without it
 PAGE = 500
-TEXT = 20_000  # characters of an error's text or traceback that are kept
-
-AGENT_STATUSES = frozenset({400, 413, 422})  # answers to a request that was wrong: the agent's (context overflow, …)
 
 T = TypeVar("T")
 RunAgent = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -133,13 +127,21 @@ class Player:
     """Plays rollouts against one server with one agent and one reward."""
 
     def __init__(
-        self, client: Control, config: TrainConfig, run_agent: RunAgent, reward: Reward, success: Success | None = None
+        self,
+        client: Control,
+        config: TrainConfig,
+        run_agent: RunAgent,
+        reward: Reward,
+        success: Success | None = None,
+        *,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._client = client
         self._config = config
         self._run_agent = run_agent
         self._reward = reward
         self._success = success
+        self._watchdog = watchdog or Watchdog()
         self._room = asyncio.Semaphore(config.concurrency)
 
     async def collect(self, slots: Sequence[Slot], advance: Callable[[int], None]) -> list[Rollout]:
@@ -201,27 +203,21 @@ class Player:
             task.result()
 
     async def _play(self, slot: Slot, stragglers: Stragglers) -> Rollout:
-        opened = await control(
-            self._client.open_rollout(
-                policy=self._config.name,
-                purpose=slot.purpose,
-                scenario_id=slot.scenario.id,
-                scenario=slot.scenario.data,
-                step=slot.step,
-                group=slot.group,
-                sample=slot.sample,
-                version=slot.version,
-            )
-        )
+        waiting, where = self._watchdog.waiting, f"(scenario {slot.scenario.id}, sample {slot.sample})"
+        with waiting(f"the server to open a rollout {where}"):
+            opened = await self._open(slot)
+        where = f"in rollout {opened.id} {where}"
         try:
-            output, error, fault = await self._act(opened, slot, stragglers)
+            with waiting(f"the agent {where}"):
+                output, error, fault = await self._act(opened, slot, stragglers)
             reward: float | None = None
             metrics: dict[str, float] = {}
             if fault is None:
                 calls = LazyCalls(partial(self._calls, opened.id), CONTROL_SECONDS)
                 run = Run(slot.scenario.data, output, calls, error, opened.id)
                 try:
-                    reward, metrics = await self._score(run)
+                    with waiting(f"the reward {where}"):
+                        reward, metrics = await self._score(run)
                 except RewardError as problem:
                     fault = f"reward: {problem}"
         except (asyncio.CancelledError, ScenarioError, GraphError) as ended:
@@ -233,12 +229,27 @@ class Player:
             opened.id, output=jsonable(output), reward=reward, metrics=metrics, error=error, fault=fault
         )
         try:
-            return await _to_the_end(control(closing))
+            with waiting(f"the server to close it, {where}"):
+                return await _to_the_end(control(closing))
         except ControlError as refused:
             if refused.status >= 500:
                 raise
             # This rollout only (its pin expired, its output is too large): the server does not know it as closed.
             return _faulted(opened, slot, self._config.name, f"server: {refused}")
+
+    async def _open(self, slot: Slot) -> OpenRollout:
+        return await control(
+            self._client.open_rollout(
+                policy=self._config.name,
+                purpose=slot.purpose,
+                scenario_id=slot.scenario.id,
+                scenario=slot.scenario.data,
+                step=slot.step,
+                group=slot.group,
+                sample=slot.sample,
+                version=slot.version,
+            )
+        )
 
     async def _calls(self, rollout_id: str) -> Sequence[Any]:
         return (await control(self._client.rollout(rollout_id))).calls
@@ -281,7 +292,7 @@ class Player:
         except OverdueError:
             raise RewardError(f"did not return within {seconds:g} s (reward_timeout)") from None
         except Exception as error:  # boundary: the reward is the user's code
-            raise RewardError(f"raised {_brief(error)}") from error
+            raise RewardError(f"raised {brief(error)}") from error
         try:
             reward, metrics = parts(value)
         except RewardError as problem:
@@ -291,7 +302,7 @@ class Player:
                 verdict = await bounded(in_thread(self._success, run), seconds)
                 metrics["success"] = parts({"reward": 0.0, "success": verdict})[1]["success"]
             except Exception as error:  # boundary: the success function is the user's code
-                raise RewardError(f"success function: {_brief(error)}") from error
+                raise RewardError(f"success function: {brief(error)}") from error
         return reward, metrics
 
     async def _ask_reward(self, run: Run) -> Any:
@@ -333,47 +344,6 @@ async def _to_the_end(request: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def fault_of(error: BaseException) -> str | None:
-    """What the world did wrong, if that is why the agent failed: engine, proxy or server trouble. Else None."""
-    for cause in _causes(error):
-        if isinstance(cause, openai.APIConnectionError):  # timeouts of the client too
-            return f"engine: {_brief(cause)}"
-        if isinstance(cause, openai.APIStatusError) and cause.status_code not in AGENT_STATUSES:
-            return f"engine: HTTP {cause.status_code}: {_brief(cause)}"
-        if isinstance(cause, ServerError):
-            return f"server: {cause}"
-    return None
-
-
-def describe(error: BaseException) -> RolloutError:
-    """An exception of the agent as data."""
-    lines = "".join(traceback.format_exception(error))
-    return RolloutError(type=type(error).__name__, message=_plain(str(error)), traceback=_plain(lines[-TEXT:]))
-
-
-def jsonable(value: Any) -> Any:
-    """A value as JSON: as it is where it can be, its text where it cannot. NaN and infinity become null."""
-    try:
-        return to_jsonable_python(value, fallback=_plain, inf_nan_mode="null")
-    except (PydanticSerializationError, ValueError, RecursionError, UnicodeError):
-        return _plain(value)
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """An exception with all that it was raised from, and the members of groups."""
-    found: list[BaseException] = []
-    open_ends: list[BaseException | None] = [error]
-    while open_ends:
-        item = open_ends.pop()
-        if item is None or any(item is known for known in found):
-            continue
-        found.append(item)
-        open_ends.append(item.__cause__ or (None if item.__suppress_context__ else item.__context__))
-        if isinstance(item, BaseExceptionGroup):
-            open_ends.extend(item.exceptions)
-    return found
-
-
 def _again(rollout: Rollout) -> bool:
     """Whether playing once more may help: the world's faults pass, a reward's do not, nor does being late."""
     return rollout.fault is not None and not rollout.fault.startswith(("reward:", "late:"))
@@ -399,20 +369,3 @@ def _is_async(function: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _brief(error: BaseException) -> str:
-    """An exception in a line: type, text, and the last place in the code that it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = _plain(str(error)).strip().splitlines()
-    return f"{type(error).__name__}{': ' + text[0][:500] if text else ''}{where}"
-
-
-def _plain(value: Any) -> str:
-    """Text of any value that every encoder takes: no half surrogate pairs."""
-    try:
-        text = value if isinstance(value, str) else repr(value)
-    except Exception as error:  # noqa: BLE001 - boundary: a repr is the user's code
-        text = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
-    return text[:TEXT].encode("utf-8", "replace").decode()

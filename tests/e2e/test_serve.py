@@ -87,6 +87,18 @@ def test_status_and_rollouts(served: Any) -> None:
     assert unknown.err.count("\n") == 1
 
 
+def test_stacks_on_request(served: Any, waiting: Callable[..., Any]) -> None:
+    project, _ = served
+    asked = project.call("art-backends", "stacks", "--folder", "run")
+    assert asked.code == 0, asked.err
+    worker = project.run / "logs" / "worker.log"
+    waiting(lambda: "asyncio tasks" in worker.read_text(), 60)
+    assert "most recent call first" in worker.read_text()
+    (child,) = project.ask("/status")["children"]
+    assert f"worker ({child['pid']})" in asked.out
+    assert (child["state"], child["restarts"]) == ("up", 0)
+
+
 def test_a_second_server_on_the_folder_is_refused(served: Any) -> None:
     project, url = served
     second = project.call("art-backends", "serve", "--folder", "run", "--port", "0")

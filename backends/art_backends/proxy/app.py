@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, Literal
 
 import orjson
@@ -31,6 +32,8 @@ from art_backends.proxy.services import Dialect, PolicyView, Services
 from art_backends.proxy.tail import Vocabulary
 
 log = logging.getLogger(__name__)
+
+LONGEST = 3  # calls in flight that the status names
 
 _CLIENT_GONE = 499  # nobody reads it; the word is nginx's
 
@@ -142,7 +145,14 @@ class Proxy:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges."""
-        return {**self.counters.snapshot(), "in_flight": self._gate.inside, "waiting": self._gate.waiting}
+        now = time.monotonic()
+        longest = sorted(self._services.running.values(), key=lambda call: call[1])[:LONGEST]
+        return {
+            **self.counters.snapshot(),
+            "in_flight": self._gate.inside,
+            "waiting": self._gate.waiting,
+            "oldest": [{"rollout": rollout, "seconds": now - began} for rollout, began in longest],
+        }
 
     # inside
 

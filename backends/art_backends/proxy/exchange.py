@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -96,7 +97,11 @@ class Exchange(Response):
         self._context = context
         try:
             async with self._services.gate:
-                await self._attend(send)
+                self._services.running[id(self)] = None if context is None else context.id, time.monotonic()
+                try:
+                    await self._attend(send)
+                finally:
+                    del self._services.running[id(self)]
         except Overloaded as refusal:
             if context is not None:
                 headers = dict(self._request_headers)

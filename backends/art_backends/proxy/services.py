@@ -6,7 +6,7 @@ It refuses to hold behaviour: these are interfaces and one plain record.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from art_backends.proxy.chat import Asked
@@ -76,3 +76,4 @@ class Services:
     gate: Gate
     limits: Limits
     counters: Counters
+    running: dict[int, tuple[str | None, float]] = field(default_factory=dict)  # id → rollout, time.monotonic()

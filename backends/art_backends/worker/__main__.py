@@ -23,6 +23,7 @@ import transformers
 import uvicorn
 from starlette.applications import Starlette
 
+from art_backends import stacks
 from art_backends.child import when_input_ends
 from art_backends.engines.embedded.app import create_app
 from art_backends.engines.embedded.convert import gguf_to_safetensors
@@ -40,6 +41,7 @@ def main() -> int:
     """Serve until standard input ends; returns the exit code."""
     options = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stacks.on_request()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         app, said = _build(options)

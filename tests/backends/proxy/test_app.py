@@ -277,7 +277,7 @@ class Policy:
         self.idle = asyncio.Event()  # no call is in flight
         self.newest = 4
 
-    def newest_name(self) -> str:
+    def alias_name(self) -> str:
         return f"policy@{self.newest}"
 
     def answers(self, model: str) -> bool:

@@ -85,6 +85,9 @@ async def test_draining_finishes_what_is_in_flight(start: Any) -> None:
         server.fault("hold_call")
         in_flight = asyncio.create_task(server.chat(rollout.token, "hold"))
         await server.engine.get("/test/held/call")
+        proxy = (await server.client.status())["proxy"]
+        assert [call["rollout"] for call in proxy["oldest"]] == [rollout.id]
+        assert (proxy["in_flight"], proxy["oldest"][0]["seconds"] >= 0) == (1, True)
         server.stop.set()
         port = int(server.url.rsplit(":", 1)[1])
         async with asyncio.timeout(20):
