@@ -1,8 +1,9 @@
 """Imitation first: train a policy on worked examples (supervised fine-tuning), step by step, as new versions.
 
 An example is an object with ``messages`` in OpenAI's form, the assistant's tool calls included, and ``tools`` where
-the agent has some. The engine's own template renders it; only what the assistant said is trained. The versions are
-those of any run: they can be served, and another run can begin from one (``init_adapter``).
+the agent has some. The engine's own template renders it; only what the assistant said is trained, but for messages of
+``"weight": 0`` (such as worked examples in a prompt). The versions are those of any run: they can be served, and
+another run can begin from one (``init_adapter``).
 
 Each step is a function of its number, so the same command goes on where a run was stopped. It refuses an example
 without an assistant's message before anything starts.
@@ -89,9 +90,12 @@ def _problem(example: Mapping[str, Any]) -> str | None:
     messages, tools = example.get("messages"), example.get("tools")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return 'no list of messages: an example is an object with "messages" in OpenAI\'s form'
+    for at, message in enumerate(messages, start=1):
+        if message.get("weight", 1) not in (0, 1) or ("weight" in message and message.get("role") != "assistant"):
+            return f'message {at}: "weight" must be 0 (context only) or 1 (learned), of a message of the assistant'
     said = [m for m in messages if m.get("role") == "assistant" and (m.get("content") or m.get("tool_calls"))]
-    if not said:
-        return "no message of the assistant that says something: there is nothing to imitate"
+    if not [message for message in said if message.get("weight", 1)]:
+        return "no message of the assistant that says something and is to be learned: there is nothing to imitate"
     if messages[0].get("role") == "assistant":
         return "it begins with the assistant: there is nothing to answer"
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

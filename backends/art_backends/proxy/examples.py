@@ -51,13 +51,15 @@ async def to_group(
 
 
 async def to_calls(renderer: Renderer, vocabulary: Vocabulary, example: Mapping[str, Any]) -> list[Call]:
-    """The calls that would have given the assistant's messages; their logprobs are 0, which nothing reads."""
-    given = list(example["messages"])
+    """The calls that would have given the assistant's messages, but for those with a ``weight`` of 0 (as in OpenAI's
+    format: context, not to be learned). Their logprobs are 0, which nothing reads."""
+    learned = [message.get("weight", 1) != 0 for message in example["messages"]]
+    given = [{key: value for key, value in message.items() if key != "weight"} for message in example["messages"]]
     own = [at for at, message in enumerate(given) if message.get("role") == "assistant"]
     messages, _ = sanitize(given, vocabulary.special_tokens, own=own)
     tools, _ = sanitize_tools(example.get("tools"), vocabulary.special_tokens)
     calls: list[Call] = []
-    for at in own:
+    for at in (place for place in own if learned[place]):
         prompt = await renderer.tokenize(messages[:at], tools)
         try:
             sampled = _said(prompt, await _with(renderer, messages[: at + 1], tools), vocabulary)
