@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ async def test_versions_that_cannot_be_served_are_set_aside_and_made_again(start
         assert names == {"policy@1", "policy@3", "broken"}
         outcome = await server.client.train_step(2, server.config, rollout_ids=ids, deadline=60)
         assert (outcome.kind, outcome.version) == ("committed", 2)
+
+
+async def test_a_version_that_is_a_link_to_elsewhere_is_not_served(start: Any, tmp_path: Path) -> None:
+    """Row S10: what a folder of versions holds may lead nowhere else."""
+    async with start() as server:
+        for step in (1, 2):
+            await server.client.train_step(step, server.config, rollout_ids=await server.collect(step), deadline=60)
+    versions = server.folder / "versions"
+    (versions / "policy@2").rename(tmp_path / "elsewhere")
+    (versions / "policy@2").symlink_to(tmp_path / "elsewhere")
+    for name in ("policy@../policy@3", "policy@-1", "policy@٣", "policy@03x"):
+        (versions / name).mkdir(parents=True)
+    async with start() as server:
+        policy = await server.policy()
+        assert (policy["version"], policy["versions"]) == (1, [0, 1])
+        assert (tmp_path / "elsewhere" / "state.json").exists()
 
 
 async def test_the_versions_folder_may_be_gone(start: Any) -> None:

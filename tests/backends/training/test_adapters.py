@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -107,6 +109,49 @@ def test_files_that_are_missing_or_pickled(good):
     shutil.rmtree(good)
     with pytest.raises(AdapterError, match="adapter_config"):
         adapters.read(good)
+
+
+UNPICKLED = """
+import pickle, sys
+from pathlib import Path
+from art_backends.engines.embedded import adapters as engine
+from art_backends.errors import AdapterError
+from art_backends.training import adapters
+
+def refused(read):
+    try:
+        read()
+    except AdapterError:
+        return True
+    return False
+
+folder = Path(sys.argv[1])
+seen = []
+sys.addaudithook(lambda event, _: seen.append(event) if event == "pickle.find_class" else None)
+pickle.loads(pickle.dumps(Path))
+assert seen.pop(), "the hook sees what is unpickled"
+adapters.read(folder)
+assert refused(lambda: engine.read(folder, {})), "no module of this model"
+(folder / "adapter_model.safetensors").unlink()
+assert refused(lambda: adapters.read(folder))
+assert refused(lambda: engine.read(folder, {}))
+assert not seen, seen
+"""
+
+
+def test_no_pickle_in_an_adapters_folder_is_ever_opened(good):
+    """Row S11: under an audit hook, with what would run code beside the weights and in their place."""
+
+    class Evil:
+        def __reduce__(self):
+            return exec, ("raise SystemExit('ran')",)
+
+    for name in ("adapter_model.bin", "optimizer.pt", "training_args.bin", "state.pkl"):
+        (good / name).write_bytes(pickle.dumps(Evil()))
+    done = subprocess.run(
+        [sys.executable, "-c", UNPICKLED, str(good)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_base_model_is_compared(good):
