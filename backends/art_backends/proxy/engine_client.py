@@ -200,6 +200,10 @@ class EngineClient:
                 content = await response.read()
                 return EngineReply(response.status, [(k.lower(), v) for k, v in response.headers.items()], content)
 
+    async def healthy(self) -> bool:
+        """Whether the engine says that it is well; EngineError if it says nothing. The caller sets the deadline."""
+        return (await self.get("/health")).status == 200
+
     async def chat(self, body: Any) -> tuple[int, list[tuple[str, str]], Any]:
         """A chat completion that is not a stream: (status, headers, JSON)."""
         reply = await self.post(CHAT, body)

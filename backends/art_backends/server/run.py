@@ -58,6 +58,7 @@ class Worker(Protocol):
     socket: Path
     ready: dict[str, Any]
     on_restart: Callable[[], Awaitable[None]] | None
+    healthy: Callable[[], Awaitable[bool]] | None
 
     async def start(self) -> None: ...
     async def wait_ready(self, deadline: float) -> None: ...
@@ -205,6 +206,7 @@ async def _parts(
                 raise ServerError(f"the restarted worker does not serve the adapter: {error}") from error
 
         worker.on_restart = restarted
+        worker.healthy = engine.healthy
         services = Services(
             store=store,
             policies=policies,

@@ -1,8 +1,9 @@
-"""Starts a child process, waits until it is ready, restarts it when it dies, ends it with the server.
+"""Starts a child process, waits until it is ready, restarts it when it dies or hangs, ends it with the server.
 
 The child gets a Unix socket to listen on, writes one JSON line to its standard output (``{"ready": true, …}`` or
 ``{"ready": false, "type": …, "message": …}``) and ends when its standard input does, so that no child outlives a
-server that was killed. Its standard error goes to a log file, whose tail stands in every error about it.
+server that was killed. Its standard error goes to a log file, whose tail stands in every error about it. A child that
+has not been healthy for ``HUNG_SECONDS`` is asked for its stacks (they are in the log then) and killed.
 
 It refuses to restart for ever: ``MAX_DEATHS`` deaths within ``DEATH_WINDOW`` seconds are a failure, said as such.
 """
@@ -31,6 +32,9 @@ MAX_DEATHS = 5
 DEATH_WINDOW = 300.0  # seconds
 FIRST_PAUSE = 0.2  # seconds before the first restart; twice as long before each further one
 LONGEST_PAUSE = 10.0
+LOOK_SECONDS = 10.0  # between two looks at a child's health, and until a look is given up
+HUNG_SECONDS = 180.0  # without being healthy until a child is taken to hang
+STACKS_GRACE = 3.0  # seconds that it has to write its stacks
 STOP_GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 
 # glibc gives large blocks back to the kernel at once and faults them in again: keeping them made training on a CPU
@@ -53,13 +57,16 @@ class Supervisor:
         log_file: Path,
         name: str = "worker",
         on_restart: Callable[[], Awaitable[None]] | None = None,
+        healthy: Callable[[], Awaitable[bool]] | None = None,
         start_deadline: float = 900.0,
     ) -> None:
-        """``command`` without the socket: ``--uds PATH`` is added. ``on_restart`` runs when a new child is ready."""
+        """``command`` without the socket: ``--uds PATH`` is added. ``on_restart`` runs when a new child is ready.
+        ``healthy`` asks the child; not answering, raising OSError or ArtError is the same as False."""
         self.name = name
         self.ready: dict[str, Any] = {}
         self.restarts = 0
         self.on_restart = on_restart
+        self.healthy = healthy
         # Unix socket paths hold about 100 bytes: a run folder may be deeper than that
         self._folder = tempfile.TemporaryDirectory(prefix="art-")
         self.socket = Path(self._folder.name) / f"{name}.sock"
@@ -68,6 +75,7 @@ class Supervisor:
         self._start_deadline = start_deadline
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._looker: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._failure: ArtError | None = None
@@ -83,6 +91,7 @@ class Supervisor:
             raise
         self._up.set()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._looker = asyncio.get_running_loop().create_task(self._look())
 
     async def wait_ready(self, deadline: float) -> None:
         """Wait until the child is up; ServerError if it is not within ``deadline`` seconds or was given up."""
@@ -111,10 +120,10 @@ class Supervisor:
     async def stop(self) -> None:
         """End the child: standard input closed and SIGTERM, SIGKILL after a grace."""
         self._stopping = True
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
+        tasks = [task for task in (self._watcher, self._looker) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._end_child()
         self._folder.cleanup()
 
@@ -191,6 +200,40 @@ class Supervisor:
                 log.exception("restart of the %s failed", self.name)
                 continue
             self._up.set()
+
+    async def _look(self) -> None:
+        """Kill a child that hangs; ``_watch`` then finds it dead."""
+        well = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.healthy is None or not self._up.is_set() or await self._well():
+                well = time.monotonic()
+                continue
+            silent = time.monotonic() - well
+            if silent >= HUNG_SECONDS:
+                log.error(
+                    "the %s has not been healthy for %.0f s: killed; its stacks are in its log", self.name, silent
+                )
+                await self._kill_hung()
+                well = time.monotonic()
+
+    async def _well(self) -> bool:
+        assert self.healthy is not None
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                return await self.healthy()
+        except (TimeoutError, OSError, ArtError):
+            return False
+
+    async def _kill_hung(self) -> None:
+        process = self._process
+        assert process is not None
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STACKS_GRACE):
+                    await process.wait()
+            process.kill()
 
     def _give_up(self, error: ArtError) -> None:
         self._failure = error

@@ -18,6 +18,14 @@ print(json.dumps({"ready": True, "pid": os.getpid(), "uds": sys.argv[-1]}), flus
 """
 UNTIL_EOF = "sys.stdin.buffer.read()\n"
 CHILD = READY + UNTIL_EOF
+HANG = """
+import threading
+def a_lock_that_nobody_gives_back():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+a_lock_that_nobody_gives_back()
+"""
 DEADLINE = 30.0
 
 
@@ -246,6 +254,56 @@ async def test_stop_during_a_restart_leaves_no_child(make, tmp_path):
     pid = child.ready["pid"]
     await child.stop()
     assert not alive(pid)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["deaf", "stopped by a signal"])
+async def test_a_child_that_hangs_says_where_and_is_killed_and_restarted(make, monkeypatch, tmp_path, stopped):
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "HUNG_SECONDS", 0.3)
+    monkeypatch.setattr(supervisor, "STACKS_GRACE", 0.5)
+    child = make("from art_backends import stacks\nstacks.on_request()\n" + READY + HANG)
+    back = await restarted(child)
+    await child.start()
+    first = child.ready["pid"]
+
+    async def healthy() -> bool:
+        if child.ready["pid"] == first:
+            await asyncio.Event().wait()  # no answer
+        return True
+
+    child.healthy = healthy
+    if stopped:
+        os.kill(first, signal.SIGSTOP)
+    async with asyncio.timeout(DEADLINE):
+        await back.wait()
+    assert not alive(first)
+    assert child.restarts == 1
+    assert alive(child.ready["pid"])
+    if not stopped:
+        assert "a_lock_that_nobody_gives_back" in (tmp_path / "logs" / "worker.log").read_text()
+    await child.stop()
+
+
+@pytest.mark.parametrize("trouble", [OSError("refused"), ServerError("away"), None])
+async def test_a_child_that_is_unwell_for_a_moment_is_left_alone(make, monkeypatch, trouble):
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "HUNG_SECONDS", 5.0)
+    looks, seen = iter(range(1000)), asyncio.Event()
+
+    async def healthy() -> bool:
+        look = next(looks)
+        if look > 20:
+            seen.set()
+        if look % 2 and trouble is not None:
+            raise trouble
+        return not look % 2
+
+    child = make(CHILD, healthy=healthy)
+    await child.start()
+    async with asyncio.timeout(DEADLINE):
+        await seen.wait()
+    assert child.state() == {"name": "worker", "pid": child.ready["pid"], "state": "up", "restarts": 0}
+    await child.stop()
 
 
 async def test_a_child_that_writes_to_standard_output_does_not_hang(make):

@@ -30,6 +30,8 @@ from art_backends.engines.embedded.sampling import Sample, sample
 from art_backends.engines.embedded.weights import Version, Weights
 from art_backends.errors import AdapterError, EngineError
 
+STUCK_SECONDS = 900.0  # that one pass of the model may take until the engine counts as hung
+
 _log = logging.getLogger(__name__)
 
 
@@ -71,13 +73,16 @@ class Engine:
         self._active: list[Row] = []
         self._sampled = self._prompted = 0
         self._busy = 0.0
+        self._pass_began: float | None = None  # time.perf_counter()
 
     # ------------------------------------------------------------------ any thread
 
     @property
     def healthy(self) -> bool:
-        """Whether rows are being answered."""
-        return self.failure is None and not self._stopping
+        """Whether rows are being answered; not if one pass of the model has taken STUCK_SECONDS."""
+        began = self._pass_began
+        stuck = began is not None and time.perf_counter() - began > STUCK_SECONDS
+        return self.failure is None and not self._stopping and not stuck
 
     def start(self) -> None:
         """Start the engine's thread; rows submitted before wait."""
@@ -199,10 +204,11 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._gather():
-                    begun = time.perf_counter()
+                    begun = self._pass_began = time.perf_counter()
                     self._admit()
                     for version in list(dict.fromkeys(row.version for row in self._active)):
                         self._step(version)
+                    self._pass_began = None
                     self._busy += time.perf_counter() - begun
         except Exception as error:  # boundary: the thread's last words go to the log and to every row  # noqa: BLE001
             _log.exception("the engine's thread ended")

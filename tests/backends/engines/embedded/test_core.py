@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -349,6 +350,29 @@ async def test_when_the_loop_dies_every_row_is_told(
     assert "out of luck" in (engine.failure or "")
     with pytest.raises(EngineError):
         engine.submit(Generation((1, 2), None, 4))
+    await engine.close()
+
+
+async def test_a_pass_that_never_ends_is_not_healthy(new_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("art_backends.engines.embedded.core.STUCK_SECONDS", 0.1)
+    engine = Engine(new_model())
+    inside, go_on, step = threading.Event(), threading.Event(), engine._executor.step
+
+    def hangs(*arguments: Any) -> Any:
+        inside.set()
+        go_on.wait(60)
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._executor, "step", hangs)
+    engine.start()
+    asked = asyncio.ensure_future(collect(engine, (1, 2)))
+    assert await asyncio.to_thread(inside.wait, 60)
+    async with asyncio.timeout(60):
+        while engine.healthy:  # noqa: ASYNC110 - the engine is another thread, and time is what makes it unwell
+            await asyncio.sleep(0.01)
+    go_on.set()
+    await asked
+    assert engine.healthy
     await engine.close()
 
 
