@@ -7,7 +7,6 @@ run's, or of another base model; shapes and values are checked by whoever loads 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from art_backends.config import TrainConfig
 from art_backends.errors import ConfigError
 from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from art_backends.trajectories import version_name
 
 
 def place(config: TrainConfig, folder: Path, digest: str) -> None:
@@ -42,14 +40,10 @@ def place(config: TrainConfig, folder: Path, digest: str) -> None:
         "base_digest": digest,
     }
     try:
-        temporary = versions.new_temporary(folder, config.name, 0)
-        try:
+        with versions.new_version(folder, config.name, 0) as place:
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                versions.write_file(temporary / name, (source / name).read_bytes())
-            versions.write_file(temporary / versions.STATE, versions.encode_json(state))
-            versions.commit(temporary, folder / version_name(config.name, 0))
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+                versions.write_file(place / name, (source / name).read_bytes())
+            versions.write_file(place / versions.STATE, versions.encode_json(state))
     except OSError as error:
         raise ConfigError(f"init_adapter: {source} could not be copied to {folder}: {error.strerror}") from None
 

@@ -11,7 +11,6 @@ moves the policy beyond ``max_kl`` leaves adapter, optimizer and version as they
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -222,15 +221,11 @@ class Trainer:
         }
         timing = {"step_seconds": time.monotonic() - started}
         try:
-            temporary = versions.new_temporary(self._folder, self._policy, number)
-            try:
-                adapters.write(temporary, loaded.model, request.config)
-                optimizer.write(temporary, loaded.optimizer, adapters.parameters(loaded.model))
-                versions.write_file(temporary / TIMING, versions.encode_json(timing))
-                versions.write_file(temporary / versions.STATE, versions.encode_json(state))
-                versions.commit(temporary, final)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # gone already if it was committed
+            with versions.new_version(self._folder, self._policy, number) as place:
+                adapters.write(place, loaded.model, request.config)
+                optimizer.write(place, loaded.optimizer, adapters.parameters(loaded.model))
+                versions.write_file(place / TIMING, versions.encode_json(timing))
+                versions.write_file(place / versions.STATE, versions.encode_json(state))
         except OSError as error:
             raise TrainingError(
                 f"{final} could not be written: {error.strerror or error}; free disk space and repeat the step, "

@@ -13,6 +13,8 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +97,21 @@ def sweep(folder: Path) -> int:
     return swept
 
 
-def new_temporary(folder: Path, policy: str, version: int) -> Path:
-    """An empty temporary folder beside the versions (same file system, so that a rename is atomic)."""
+@contextmanager
+def new_version(folder: Path, policy: str, version: int) -> Iterator[Path]:
+    """An empty folder to write a version into: committed at the end of the block, removed if the block or that fails.
+
+    Raises what ``commit`` does, and OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{TEMPORARY}{version_name(policy, version)}-{uuid.uuid4().hex[:8]}"
-    path.mkdir()
-    return path
+    name = version_name(policy, version)
+    temporary = folder / f"{TEMPORARY}{name}-{uuid.uuid4().hex[:8]}"  # the same file system: a rename is atomic
+    temporary.mkdir()
+    try:
+        yield temporary
+        commit(temporary, folder / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already if it was committed
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -155,7 +155,6 @@ class Fake:
             self.jobs[name] = {**report("done"), "outcome": outcome}
             return
         if versions.read_version(final.parent, body["policy"], version) is None:
-            temporary = versions.new_temporary(final.parent, body["policy"], version)
             state = {
                 "format": 1,
                 "policy": body["policy"],
@@ -165,8 +164,8 @@ class Fake:
                 "metrics": {"loss": 0.5},
                 "base_digest": "digest-1",
             }
-            versions.write_file(temporary / versions.STATE, versions.encode_json(state))
-            versions.commit(temporary, final)
+            with versions.new_version(final.parent, body["policy"], version) as place:
+                versions.write_file(place / versions.STATE, versions.encode_json(state))
         if self.takes("die_after_commit"):
             self.die()
         tokens = {

@@ -6,14 +6,12 @@ import sys
 
 import pytest
 from art_backends.training import versions
-from art_backends.trajectories import version_name
 
 
 def make_version(folder, number, policy="policy", **changes):
-    temporary = versions.new_temporary(folder, policy, number)
     state = {"format": 1, "policy": policy, "version": number, "rollout_ids": [], **changes}
-    versions.write_file(temporary / versions.STATE, versions.encode_json(state))
-    versions.commit(temporary, folder / version_name(policy, number))
+    with versions.new_version(folder, policy, number) as place:
+        versions.write_file(place / versions.STATE, versions.encode_json(state))
 
 
 def test_versions_are_listed_in_order_of_their_number(tmp_path):
@@ -62,11 +60,23 @@ def test_a_valid_version_is_never_replaced(tmp_path):
 
 def test_sweeping_removes_what_a_killed_writer_left_and_nothing_else(tmp_path):
     make_version(tmp_path, 1)
-    versions.write_file(versions.new_temporary(tmp_path, "policy", 2) / "half", b"x")
+    (tmp_path / ".tmp-policy@2-dead").mkdir()
+    (tmp_path / ".tmp-policy@2-dead" / "half").write_bytes(b"x")
     (tmp_path / ".tmp-file").write_text("x")
     (tmp_path / "policy.guard.json").write_text("{}")
     assert versions.sweep(tmp_path) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy.guard.json", "policy@1"]
+
+
+def test_a_version_whose_writing_fails_leaves_nothing(tmp_path):
+    def fails():
+        with versions.new_version(tmp_path, "policy", 1) as place:
+            (place / "half").write_bytes(b"x")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fails()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
