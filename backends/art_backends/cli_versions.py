@@ -53,10 +53,12 @@ def add_parser(commands: Any) -> None:
     pruning.add_argument("--keep", type=int, default=3, help="how many of the newest stay (default: 3)")
     pruning.set_defaults(run=_prune)
 
-    exporting = actions.add_parser("export", help="a folder for PEFT, vLLM or transformers, with a model card")
+    exporting = actions.add_parser("export", help="a folder with a model card for PEFT, vLLM, transformers, llama.cpp")
     exporting.add_argument("version", type=int, metavar="N")
     exporting.add_argument("out", type=Path, metavar="FOLDER")
-    exporting.add_argument("--merged", action="store_true", help="base model and adapter in one (safetensors)")
+    form = exporting.add_mutually_exclusive_group()
+    form.add_argument("--merged", action="store_true", help="base model and adapter in one (safetensors)")
+    form.add_argument("--gguf", action="store_true", help="base model and adapter in one file for llama.cpp (GGUF)")
     exporting.set_defaults(run=_export)
 
     for action in (listing, comparing):
@@ -162,22 +164,41 @@ async def _prune(options: argparse.Namespace) -> int:
 
 async def _export(options: argparse.Namespace) -> int:
     with _catalog(options.folder) as found:
-        if options.merged:
-            await _merge(found, options.version, options.out)
+        if options.merged or options.gguf:
+            await _merge(found, options.version, options.out, gguf=options.gguf)
         else:
             await asyncio.to_thread(catalog.export_adapter, found, options.version, options.out)
         plain_console().print(f"{found.policy}@{options.version} → {options.out}", soft_wrap=True)
     return 0
 
 
-async def _merge(found: catalog.Catalog, version: int, out: Path) -> None:
-    entry = found.entry(version)
+@contextmanager
+def _new_folder(out: Path) -> Iterator[None]:
+    """A folder for an export; if it was made here and nothing came into it, it goes again."""
+    made = not out.exists()
     catalog.empty(out)
+    try:
+        yield
+    finally:
+        if made and not any(out.iterdir()):
+            out.rmdir()
+
+
+async def _merge(found: catalog.Catalog, version: int, out: Path, *, gguf: bool) -> None:
+    entry = found.entry(version)
     command = [sys.executable, "-m", "art_backends.worker.merge", "--base-model", found.base_model]
     command += ["--digest", found.digest, "--adapter", str(entry.path), "--out", str(out)]
+    if gguf:
+        command += ["--gguf", catalog.gguf_name(found, entry)]
     template = json.loads((found.folder / POLICY).read_bytes()).get("chat_template")
     if template is not None:
         command += ["--chat-template", str(template)]
+    with _new_folder(out):
+        await _run(command)
+        (out / "README.md").write_text(catalog.card(found, entry, "gguf" if gguf else "merged"))
+
+
+async def _run(command: list[str]) -> None:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(MERGE_SECONDS):
@@ -191,7 +212,6 @@ async def _merge(found: catalog.Catalog, version: int, out: Path) -> None:
         problem = {"type": "ServerError", "message": f"merging ended with exit code {process.returncode}"}
     if process.returncode or problem:
         raise revive(str(problem.get("type")), str(problem.get("message")))
-    (out / "README.md").write_text(catalog.card(found, entry, merged=True))
 
 
 def _figure(value: Any) -> str:

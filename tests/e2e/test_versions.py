@@ -60,9 +60,9 @@ def test_list_and_compare(mine: Any) -> None:
 
 
 def test_exports_load_elsewhere_and_say_the_same(mine: Any) -> None:
-    """PEFT on the base model, and the merged model by itself, are the same model; the base is another."""
-    for arguments in (("export", "3", "adapter"), ("export", "3", "merged", "--merged")):
-        done = versions(mine, *arguments)
+    """PEFT on the base model, the merged model by itself and the GGUF file are the same model; the base is another."""
+    for arguments in (("adapter",), ("merged", "--merged"), ("gguf", "--gguf")):
+        done = versions(mine, "export", "3", *arguments)
         assert done.code == 0, done.err
     base = AutoModelForCausalLM.from_pretrained(mine.model, dtype=torch.float32)
     plain = logits(base)
@@ -73,11 +73,13 @@ def test_exports_load_elsewhere_and_say_the_same(mine: Any) -> None:
     assert (logits(adapted) - plain).abs().max() > 1e-2
     assert (logits(adapted) - logits(merged)).abs().max() < 1e-4
     assert greedy(merged) == greedy(adapted)
+    one_file = AutoModelForCausalLM.from_pretrained(mine.path / "gguf", gguf_file="policy-3.gguf", dtype=torch.float32)
+    assert (logits(one_file) - logits(merged)).abs().max() < 1e-4
     tokenizer = AutoTokenizer.from_pretrained(mine.path / "merged")
     tool = {"type": "function", "function": {"name": "stock", "description": "Pieces.", "parameters": {}}}
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tools=[tool], tokenize=False)
     assert "stock" in text  # the template of the run, which shows tools
-    for folder in ("adapter", "merged"):
+    for folder in ("adapter", "merged", "gguf"):
         for file in (mine.path / folder).glob("*.json"):
             assert str(mine.path) not in file.read_text()
         assert "art-inplace" in (mine.path / folder / "README.md").read_text()

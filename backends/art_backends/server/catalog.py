@@ -16,7 +16,7 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from art_backends.errors import ConfigError
 from art_backends.models import PACKAGES
@@ -173,7 +173,7 @@ def export_adapter(catalog: Catalog, version: int, out: Path) -> None:
     settings["base_model_name_or_path"] = base
     (out / ADAPTER_CONFIG).write_bytes(versions.encode_json(settings))
     shutil.copyfile(entry.path / ADAPTER_WEIGHTS, out / ADAPTER_WEIGHTS)
-    (out / "README.md").write_text(card(catalog, entry, merged=False))
+    (out / "README.md").write_text(card(catalog, entry, "adapter"))
 
 
 def empty(out: Path) -> None:
@@ -195,11 +195,29 @@ def public_name(base_model: str) -> str:
     return path.name if path.is_absolute() or path.exists() or base_model.startswith((".", "~")) else base_model
 
 
-def card(catalog: Catalog, entry: Entry, *, merged: bool) -> str:
-    """A model card in Markdown."""
+def gguf_name(catalog: Catalog, entry: Entry) -> str:
+    """What a GGUF export is called, without ``.gguf``."""
+    return f"{catalog.policy}-{entry.version}"
+
+
+def card(catalog: Catalog, entry: Entry, form: Literal["adapter", "merged", "gguf"]) -> str:
+    """A model card in Markdown for what an export of this form holds."""
     base = public_name(catalog.base_model)
     config = entry.state.get("config", {})
-    what = "merged weights" if merged else f"LoRA adapter, rank {config.get('rank', 'unknown')}"
+    file = f"{gguf_name(catalog, entry)}.gguf"
+    library, what, use = {
+        "adapter": (
+            "peft",
+            f"LoRA adapter, rank {config.get('rank', 'unknown')}",
+            f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "THIS_FOLDER")',
+        ),
+        "merged": ("transformers", "merged weights", 'AutoModelForCausalLM.from_pretrained("THIS_FOLDER")'),
+        "gguf": (
+            "gguf",
+            "merged weights, not quantised,",
+            f'AutoModelForCausalLM.from_pretrained("THIS_FOLDER", gguf_file="{file}")',
+        ),
+    }[form]
     figures = {
         "training steps": entry.step,
         "reward of the last step's rollouts": entry.reward,
@@ -208,17 +226,15 @@ def card(catalog: Catalog, entry: Entry, *, merged: bool) -> str:
         "learning rate": config.get("learning_rate"),
         "SHA-256 of the base model's weight files": catalog.digest,
     }
-    use = (
-        'AutoModelForCausalLM.from_pretrained("THIS_FOLDER")'
-        if merged
-        else f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "THIS_FOLDER")'
-    )
-    lines = ["---", f"base_model: {base}", "library_name: " + ("transformers" if merged else "peft"), "tags:", "- lora"]
+    lines = ["---", f"base_model: {base}", f"library_name: {library}", "tags:", "- lora"]
     lines += ["- grpo", "---", "", f"# {catalog.policy}, version {entry.version}", ""]
     lines += [f"{what} of `{base}`, trained in place with art-inplace.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in figures.items() if value is not None]
+    if form == "gguf":
+        lines += ["", "llama.cpp, with an OpenAI-compatible API or to talk to in a terminal:", "", "```sh"]
+        lines += [f"llama-server -m {file} --jinja", f"llama-cli -m {file} --jinja", "```", "", "transformers:"]
     lines += ["", "```python", use, "```", ""]
-    if not merged:
+    if form == "adapter":
         lines += ["vLLM: `--enable-lora --lora-modules NAME=THIS_FOLDER`.", ""]
     lines += ["The base model's licence holds for these weights too.", ""]
     return "\n".join(lines)
