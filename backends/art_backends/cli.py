@@ -203,6 +203,7 @@ async def _status(options: argparse.Namespace) -> int:
     for policy in status["policies"]:
         versions = ", ".join(f"@{number}" for number in policy["versions"])
         current = f"{policy['name']}@{policy['version']}"
+        current += "" if policy["pinned"] is None else f", apps get @{policy['pinned']}"
         policies.add_row(
             policy["name"], policy["base_model"], current, str(policy["step"]), policy["capture"], versions
         )

@@ -15,16 +15,16 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from art_backends.config import TrainConfig
 from art_backends.errors import ConfigError
 from art_backends.proxy.identity import Identity, RolloutContext, SamplingOverrides
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
-from art_backends.store import AsyncStore, NotFoundError
-from art_backends.trajectories import Purpose, Rollout, RolloutError, version_name
+from art_backends.store import AsyncStore, Ending, NotFoundError
+from art_backends.trajectories import Purpose, Rollout, version_name
 
 log = logging.getLogger(__name__)
 
@@ -126,30 +126,19 @@ class Sessions:
         self._by_digest[digest(token)] = context
         return rollout, token
 
-    async def close(
-        self,
-        rollout_id: str,
-        *,
-        output: Any = None,
-        reward: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        error: RolloutError | None = None,
-        fault: str | None = None,
-    ) -> Rollout:
+    async def close(self, rollout_id: str, **ending: Unpack[Ending]) -> Rollout:
         """Close a rollout with its outcome; see ``Store.close_rollout``. Its pin and its attribution end here."""
         session = self._open.get(rollout_id)
         if session is not None:
             session[0].closed = True  # from now on its calls are late
             lost = session[0].capture_lost
-            if lost and fault is None:
-                fault = f"{CAPTURE_LOST}: {lost} of its calls could not be recorded"
-        elif fault is None:
+            if lost and ending.get("fault") is None:
+                ending["fault"] = f"{CAPTURE_LOST}: {lost} of its calls could not be recorded"
+        elif ending.get("fault") is None:
             stored = await self._store.rollout(rollout_id)
             if stored is not None and stored.fault is not None and stored.fault.startswith(CAPTURE_LOST):
-                fault = stored.fault  # the closer does not know; asking again must not conflict
-        rollout = await self._store.close_rollout(
-            rollout_id, output=output, reward=reward, metrics=metrics, error=error, fault=fault
-        )
+                ending["fault"] = stored.fault  # the closer does not know; asking again must not conflict
+        rollout = await self._store.close_rollout(rollout_id, **ending)
         self._forget(rollout_id)
         return rollout
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from art_backends.store import rows
 from art_backends.store.codec import pack_json, unpack_json
@@ -28,6 +28,27 @@ from art_backends.trajectories import Call, CallStatus, Purpose, Rollout, Rollou
 TokenKind = Literal["admin", "agent", "rollout"]
 MAX_PAGE = 10_000
 KNOWN_ROLLOUTS = 256  # whose calls are remembered, for the next ones to stand on
+
+
+class Ending(TypedDict, total=False):
+    """How a rollout ended; what is left out is None. See ``Rollout``."""
+
+    output: Any
+    reward: float | None
+    metrics: Mapping[str, float] | None
+    error: RolloutError | None
+    fault: str | None
+
+
+class Filters(TypedDict, total=False):
+    """Which rollouts; what is left out, or None, does not matter. ``after``: the id of the last of the page before."""
+
+    policy: str | None
+    step: int | None
+    purpose: Purpose | str | None
+    closed: bool | None
+    group: str | None
+    after: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +118,16 @@ class Store:
             if token_digest is not None:
                 _insert_token(connection, "rollout", token_digest, rollout.id, rollout.policy)
 
-    def close_rollout(
-        self,
-        rollout_id: str,
-        *,
-        output: Any = None,
-        reward: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        error: RolloutError | None = None,
-        fault: str | None = None,
-        finished: float | None = None,
-    ) -> Rollout:
+    def close_rollout(self, rollout_id: str, **ending: Unpack[Ending]) -> Rollout:
         """Close a rollout with its outcome and return it without its calls.
 
         Again with equal content: the stored one. ConflictError for other content, NotFoundError for an unknown id.
         """
+        _check_names(ending, Ending)
+        error, reward, fault = ending.get("error"), ending.get("reward"), ending.get("fault")
         result = {
-            "output": output,
-            "metrics": dict(metrics or {}),
+            "output": ending.get("output"),
+            "metrics": dict(ending.get("metrics") or {}),
             "error": None if error is None else error.model_dump(mode="json"),
         }
         with self._database.write() as connection:
@@ -129,7 +142,7 @@ class Store:
                 return rows.rollout_of(row)
             connection.execute(
                 "UPDATE rollouts SET closed = 1, result_json = ?, reward = ?, fault = ?, finished = ? WHERE id = ?",
-                (pack_json(result), reward, fault, time.time() if finished is None else finished, rollout_id),
+                (pack_json(result), reward, fault, time.time(), rollout_id),
             )
             self._known.pop(rollout_id, None)
             return rows.rollout_of(cast(sqlite3.Row, _rollout_row(connection, rollout_id)))
@@ -176,28 +189,19 @@ class Store:
                 ]
         return found
 
-    def rollouts(
-        self,
-        *,
-        policy: str | None = None,
-        step: int | None = None,
-        purpose: Purpose | str | None = None,
-        closed: bool | None = None,
-        group: str | None = None,
-        limit: int = 1000,
-        after: str | None = None,
-        with_calls: bool = False,
-    ) -> list[Rollout]:
-        """Rollouts in order of opening; ``after`` is the id of the last one of the page before."""
-        filters = {
-            "policy = ?": policy,
-            "step = ?": step,
+    def rollouts(self, *, limit: int = 1000, with_calls: bool = False, **filters: Unpack[Filters]) -> list[Rollout]:
+        """Rollouts in order of opening."""
+        _check_names(filters, Filters)
+        purpose = filters.get("purpose")
+        clauses = {
+            "policy = ?": filters.get("policy"),
+            "step = ?": filters.get("step"),
             "purpose = ?": None if purpose is None else Purpose(purpose).value,
-            "closed = ?": closed,
-            "group_name = ?": group,
-            "number > (SELECT number FROM rollouts WHERE id = ?)": after,
+            "closed = ?": filters.get("closed"),
+            "group_name = ?": filters.get("group"),
+            "number > (SELECT number FROM rollouts WHERE id = ?)": filters.get("after"),
         }
-        given = {clause: value for clause, value in filters.items() if value is not None}
+        given = {clause: value for clause, value in clauses.items() if value is not None}
         where = f"WHERE {' AND '.join(given)}" if given else ""
         with self._database.read() as connection:
             found = connection.execute(
@@ -329,6 +333,13 @@ class Store:
             ).fetchone()
         names = ("open", "closed", "faulty", "calls", "excluded", "drifted", "errors", "unfinished")
         return dict(zip(names, (*rollouts, *calls), strict=True))
+
+
+def _check_names(given: Mapping[str, Any], kind: type) -> None:
+    """What a signature would do: Unpack is for type checkers only."""
+    unknown = given.keys() - kind.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
 
 
 def _insert_token(

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from art_backends.store.database import READERS
-from art_backends.store.store import Store, Token, TokenKind
-from art_backends.trajectories import Call, Purpose, Rollout, RolloutError
+from art_backends.store.store import Ending, Filters, Store, Token, TokenKind
+from art_backends.trajectories import Call, Rollout
 
 QUEUE = 1024
 
@@ -91,27 +91,8 @@ class AsyncStore:
     async def open_rollout(self, rollout: Rollout, token_digest: str | None = None) -> None:
         await self._write(self._store.open_rollout, rollout, token_digest)
 
-    async def close_rollout(
-        self,
-        rollout_id: str,
-        *,
-        output: Any = None,
-        reward: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-        error: RolloutError | None = None,
-        fault: str | None = None,
-        finished: float | None = None,
-    ) -> Rollout:
-        return await self._write(
-            self._store.close_rollout,
-            rollout_id,
-            output=output,
-            reward=reward,
-            metrics=metrics,
-            error=error,
-            fault=fault,
-            finished=finished,
-        )
+    async def close_rollout(self, rollout_id: str, **ending: Unpack[Ending]) -> Rollout:
+        return await self._write(self._store.close_rollout, rollout_id, **ending)
 
     async def close_open_rollouts(self, *, fault: str, opened_before: float) -> list[str]:
         return await self._write(self._store.close_open_rollouts, fault=fault, opened_before=opened_before)
@@ -123,28 +104,9 @@ class AsyncStore:
         return await self._read(self._store.rollouts_by_id, tuple(rollout_ids))
 
     async def rollouts(
-        self,
-        *,
-        policy: str | None = None,
-        step: int | None = None,
-        purpose: Purpose | str | None = None,
-        closed: bool | None = None,
-        group: str | None = None,
-        limit: int = 1000,
-        after: str | None = None,
-        with_calls: bool = False,
+        self, *, limit: int = 1000, with_calls: bool = False, **filters: Unpack[Filters]
     ) -> list[Rollout]:
-        return await self._read(
-            self._store.rollouts,
-            policy=policy,
-            step=step,
-            purpose=purpose,
-            closed=closed,
-            group=group,
-            limit=limit,
-            after=after,
-            with_calls=with_calls,
-        )
+        return await self._read(self._store.rollouts, limit=limit, with_calls=with_calls, **filters)
 
     # calls
 

@@ -19,6 +19,7 @@ async def test_status(start: Any) -> None:
             "base_model": "fake",
             "digest": "digest-1",
             "version": 0,
+            "pinned": None,
             "versions": [0],
             "models": ["gpt-4o-mini"],
             "capture": "tokens",
