@@ -220,9 +220,9 @@ async def _status(options: argparse.Namespace) -> int:
 
 
 async def _stacks(options: argparse.Namespace) -> int:
+    client = _client(options.folder)  # says it if no server runs
     server = _object(options.folder / SERVER)
     children: list[int] = []
-    client = _client(options.folder)
     try:
         async with asyncio.timeout(STACKS_SECONDS):
             children = [child["pid"] for child in (await client.status())["children"] if child["pid"]]

@@ -81,7 +81,7 @@ def _catalog(folder: Path) -> Iterator[catalog.Catalog]:
 
 async def _list(options: argparse.Namespace) -> int:
     with _catalog(options.folder) as found:
-        best, newest = found.best, found.newest
+        best, newest, pinned = found.best, found.newest, found.pinned
         if options.json:
             rows = [
                 {
@@ -93,7 +93,8 @@ async def _list(options: argparse.Namespace) -> int:
                     "bytes": entry.bytes,
                     "newest": entry is newest,
                     "best": entry is best,
-                    "pinned": entry.version == found.pinned,
+                    "pinned": entry.version == pinned,
+                    "damaged": entry.problem,
                 }
                 for entry in found.entries
             ]
@@ -101,8 +102,9 @@ async def _list(options: argparse.Namespace) -> int:
             return 0
         table = Table("version", "step", "reward", "held-out reward", "success", "MB", "", title=found.policy)
         for entry in found.entries:
-            marked = ("newest", entry is newest), ("best", entry is best), ("pinned", entry.version == found.pinned)
+            marked = ("newest", entry is newest), ("best", entry is best), ("pinned", entry.version == pinned)
             marks = [name for name, holds in marked if holds]
+            marks += [] if entry.problem is None else ["damaged"]
             table.add_row(
                 f"@{entry.version}",
                 str(entry.step),
@@ -185,7 +187,7 @@ def _new_folder(out: Path) -> Iterator[None]:
 
 
 async def _merge(found: catalog.Catalog, version: int, out: Path, *, gguf: bool) -> None:
-    entry = found.entry(version)
+    entry = found.sound(version)
     command = [sys.executable, "-m", "art_backends.worker.merge", "--base-model", found.base_model]
     command += ["--digest", found.digest, "--adapter", str(entry.path), "--out", str(out)]
     if gguf:

@@ -134,6 +134,8 @@ class _Loop:
         step: int | None = None
         try:
             committed = await self._read_status()
+            for problem in policy_of(await self._status(), self._config.name).get("set_aside") or []:
+                self._display.warn(f"{problem}; its step is made again")
             self._steps = by_step(self._metrics.rows, self._version)
             self._evaluations = evaluations(self._metrics.rows, self._version)
             await self._recover(committed)
@@ -214,10 +216,10 @@ class _Loop:
         checks.rewards(rollouts, name, self._config.folder)
         await self._check_calls(rollouts)
         passed = evaluation(step, f"{self._config.name}@{version}", rollouts)
+        before = self._evaluations.get(step)
         self._evaluations[step] = passed
         alarm = parted([self._evaluations[at] for at in sorted(self._evaluations) if at <= step], self._steps.values())
-        known = any(row.get("evaluation") == step and row.get("version") == passed.version for row in self._parts)
-        if not known:
+        if before is None or before.version != passed.version:
             self._write(evaluation_row(passed) | ({} if alarm is None else {"alarm": alarm}))
         figures = [f"reward {passed.reward:.3f}" if passed.reward is not None else ""]
         figures.append(f"success {passed.success:.3f}" if passed.success is not None else "")

@@ -23,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import openai
@@ -136,7 +137,10 @@ class TrainableModel:
         client = self._running().client
         config = self._settings("train()", settings)
         step = await self.get_step() + 1
-        chosen = [(trajectory, self._rollout(trajectory)) for group in groups for trajectory in group]
+        gathered = list(groups)
+        if not all(isinstance(group, TrajectoryGroup) for group in gathered):
+            raise TrainingError("train() takes trajectory groups: the list that gather_trajectory_groups returns")
+        chosen = [(trajectory, self._rollout(trajectory)) for group in gathered for trajectory in group]
         if not chosen:
             raise TrainingError("there is no trajectory to train on: gather some, and look at the groups' exceptions")
         for trajectory, opened in chosen:
@@ -152,25 +156,26 @@ class TrainableModel:
 
     async def train_sft(
         self,
-        examples: Iterable[Trajectory | Mapping[str, Any]],
+        examples: str | Path | Iterable[Trajectory | Mapping[str, Any]],
         *,
         epochs: int = 1,
         batch_size: int = 8,
         **settings: Any,
     ) -> list[StepOutcome]:
-        """Imitate examples (objects with "messages" and "tools", or trajectories): each call makes all its steps, on
-        top of those made before. Returns their outcomes; ``metrics["loss"]`` is nats per token of the assistant.
+        """Imitate examples (objects with "messages" and "tools", trajectories, or a JSON Lines file): each call makes
+        all its steps, on top of those made before. Returns their outcomes; ``metrics["loss"]`` is nats per token of the
+        assistant.
 
         Raises ScenarioError for an example that says nothing to imitate, before anything is trained; TemplateError if
         the template refuses one; ConfigError, TrainingError.
         """
-        if epochs < 1 or batch_size < 1:
-            raise ConfigError(f"train_sft: epochs ({epochs}) and batch_size ({batch_size}) must be at least 1")
+        if not all(isinstance(value, int) and value >= 1 for value in (epochs, batch_size)):
+            raise ConfigError(
+                f"train_sft: epochs ({epochs!r}) and batch_size ({batch_size!r}) must be whole numbers from 1 on"
+            )
         client = self._running().client
         config = self._settings("train_sft()", settings)
-        plan = sft.Plan(
-            sft.read([_example(item) for item in examples]), epochs, batch_size, config.seed, config.shuffle
-        )
+        plan = sft.Plan(sft.read(_examples(examples)), epochs, batch_size, config.seed, config.shuffle)
         made = await self.get_step()
         config = config.model_copy(update={"steps": made + plan.steps})
         return [
@@ -182,8 +187,8 @@ class TrainableModel:
 
     def _rollout(self, trajectory: Trajectory) -> _Opened:
         reward = trajectory.reward
-        if reward is None or not math.isfinite(reward):
-            raise RewardError(f"a trajectory's reward is {reward}: set it to a finite number before training")
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise RewardError(f"a trajectory's reward is {reward!r}: set it to a finite number before training")
         opened = None if trajectory._slot is None else trajectory._slot.rollouts.get(self)
         if opened is None:
             raise TrainingError(
@@ -233,6 +238,11 @@ async def gather_trajectory_groups(
     is raised; those within it are in their group's ``exceptions``. ``timeout``: seconds until a trajectory counts as
     failed. ``after_each`` gets every group when it is complete (a judge) and returns it.
     """
+    if concurrency < 1 or timeout <= 0 or max_exceptions < 0:
+        raise ConfigError(
+            f"gather_trajectory_groups: concurrency ({concurrency}) must be at least 1, timeout ({timeout}) above 0, "
+            f"max_exceptions ({max_exceptions}) not below 0"
+        )
     work = [(group, list(group.items)) for group in groups]
     total = sum(len(items) for _, items in work)
     allowed = math.floor(max_exceptions * total) if 0 < max_exceptions < 1 else int(max_exceptions)
@@ -245,8 +255,8 @@ async def gather_trajectory_groups(
         slot = _Slot(group, number)
         _slot.set(slot)  # in this task only
         try:
-            async with room, asyncio.timeout(timeout):
-                found = await item
+            async with room:
+                found = await _within(item, timeout)
             if not isinstance(found, Trajectory):
                 raise TypeError(f"a trajectory's coroutine returned {type(found).__name__}, not a Trajectory")
         except BaseException as error:
@@ -281,6 +291,24 @@ async def gather_trajectory_groups(
     return [task.result() for task in running]
 
 
+async def _within(item: Awaitable[Trajectory], seconds: float) -> Trajectory:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await item
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"a trajectory did not end within {seconds:g} s") from None
+
+
+def _examples(given: Any) -> Any:
+    """What ``sft.read`` takes: a file as it is, objects and trajectories as plain data."""
+    if isinstance(given, str | Path | Mapping) or not isinstance(given, Iterable):
+        return given
+    return [_example(item) if isinstance(item, Trajectory | Mapping) else item for item in given]
+
+
 def _example(item: Trajectory | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(item, Trajectory):
         return {"messages": _plain(item.messages), **({} if item.tools is None else {"tools": _plain(item.tools)})}
@@ -289,4 +317,4 @@ def _example(item: Trajectory | Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(messages: Sequence[Any]) -> list[Any]:
     """Messages as JSON: the SDK's own objects too."""
-    return [item.model_dump(exclude_none=True) if hasattr(item, "model_dump") else item for item in messages]
+    return [item.model_dump(exclude_none=True) if hasattr(item, "model_dump") else item for item in messages or ()]

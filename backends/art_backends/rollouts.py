@@ -302,7 +302,7 @@ class Player:
                 verdict = await bounded(in_thread(self._success, run), seconds)
                 metrics["success"] = parts({"reward": 0.0, "success": verdict})[1]["success"]
             except Exception as error:  # boundary: the success function is the user's code
-                raise RewardError(f"success function: {brief(error)}") from error
+                raise RewardError(f"gave a reward, but the success function raised {brief(error)}") from error
         return reward, metrics
 
     async def _ask_reward(self, run: Run) -> Any:

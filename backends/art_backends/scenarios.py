@@ -31,21 +31,32 @@ class Scenario:
     data: dict[str, Any]
 
 
-def load(source: str | Path | Iterable[Mapping[str, Any] | Scenario]) -> list[Scenario]:
-    """Scenarios of a JSON Lines file or of objects in memory; ScenarioError names what cannot be used and where."""
+def load(
+    source: str | Path | Iterable[Mapping[str, Any] | Scenario], *, what: str = "scenario", distinct: bool = True
+) -> list[Scenario]:
+    """Scenarios of a JSON Lines file or of objects in memory; ScenarioError names what cannot be used and where.
+
+    ``what``: what one is called in errors; ``distinct``: whether none may come twice.
+    """
     if isinstance(source, str | Path):
-        return read_jsonl(Path(source))
-    if isinstance(source, Mapping) or not isinstance(source, Iterable):
-        raise ScenarioError(f"scenarios must be a file or a list of objects, not {_kind(source)}")
-    rows: list[tuple[str, Scenario]] = []
-    for index, item in enumerate(source):
-        where = f"scenario {index}"
-        rows.append((where, item if isinstance(item, Scenario) else _scenario(item, where)))
-    return _distinct(rows, "the list of scenarios")
+        rows = _rows(Path(source), what)
+        place = str(source)
+    elif isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise ScenarioError(f"{what}s must be a file or a list of objects, not {_kind(source)}")
+    else:
+        rows, place = [], f"the list of {what}s"
+        for index, item in enumerate(source):
+            where = f"{what} {index}"
+            rows.append((where, item if isinstance(item, Scenario) else _scenario(item, where, what)))
+    if not rows:
+        raise ScenarioError(f"{place}: no {what}s: write one JSON object per line")
+    if distinct:
+        _check_distinct(rows)
+    return [scenario for _, scenario in rows]
 
 
-def read_jsonl(path: Path) -> list[Scenario]:
-    """Scenarios of a file with one JSON object per line; blank lines are allowed, an empty file is an error."""
+def _rows(path: Path, what: str) -> list[tuple[str, Scenario]]:
+    """Places and scenarios of a file with one JSON object per line; blank lines are allowed."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -58,8 +69,8 @@ def read_jsonl(path: Path) -> list[Scenario]:
         except UnicodeDecodeError as error:
             raise ScenarioError(f"{where}: not UTF-8 (byte {error.start}): save the file as UTF-8") from None
         if text.strip():
-            rows.append((where, _scenario(_parse(text, where), where)))
-    return _distinct(rows, str(path))
+            rows.append((where, _scenario(_parse(text, where), where, what)))
+    return rows
 
 
 def split(scenarios: list[Scenario], fraction: float, seed: int) -> tuple[list[Scenario], list[Scenario]]:
@@ -114,9 +125,9 @@ def _parse(text: str, where: str) -> Any:
         raise ScenarioError(f"{where}: nested too deeply") from None
 
 
-def _scenario(value: Any, where: str) -> Scenario:
+def _scenario(value: Any, where: str, what: str) -> Scenario:
     if not isinstance(value, Mapping):
-        raise ScenarioError(f"{where}: a scenario must be a JSON object, this is {_kind(value)}")
+        raise ScenarioError(f"{where}: each {what} must be a JSON object, this is {_kind(value)}")
     data = dict(value)
     try:
         content = json.dumps(data, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
@@ -134,16 +145,13 @@ def _scenario(value: Any, where: str) -> Scenario:
     return Scenario(str(given), data)
 
 
-def _distinct(rows: list[tuple[str, Scenario]], source: str) -> list[Scenario]:
-    if not rows:
-        raise ScenarioError(f"{source}: no scenarios: write one JSON object per line")
+def _check_distinct(rows: list[tuple[str, Scenario]]) -> None:
     seen: dict[str, str] = {}
     for where, scenario in rows:
         if scenario.id in seen:
             what = f"id {scenario.id!r} repeats" if "id" in scenario.data else "the same content as"
             raise ScenarioError(f"{where}: {what} {seen[scenario.id]}")
         seen[scenario.id] = where
-    return [scenario for _, scenario in rows]
 
 
 def _kind(value: Any) -> str:

@@ -6,11 +6,13 @@ the agent has some. The engine's own template renders it; only what the assistan
 another run can begin from one (``init_adapter``).
 
 Each step is a function of its number, so the same command goes on where a run was stopped. It refuses an example
-without an assistant's message before anything starts.
+without an assistant's message before anything starts, and a folder whose steps were made from something else.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any, Protocol
 from art_backends.client import StepOutcome, StepProgress, policy_of
 from art_backends.config import TrainConfig
 from art_backends.display import Display, StepLine
-from art_backends.errors import ScenarioError
+from art_backends.errors import ConfigError, ScenarioError
 from art_backends.scenarios import Scenario, load, order
 from art_backends.tracking import MetricsFile
 
@@ -68,6 +70,11 @@ class Plan:
     def steps(self) -> int:
         return -(-len(self.examples) * self.epochs // self.batch_size)
 
+    def digest(self) -> str:
+        """Of all that decides which examples a step learns, but for the number of epochs: more may be asked for."""
+        content = [[item.data for item in self.examples], self.batch_size, self.seed, self.shuffle]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
     def batch(self, step: int) -> list[dict[str, Any]]:
         """The examples of a step, from 1 on; the last step has what is left."""
         chosen = order(self.seed, step, self.batch_size, len(self.examples), shuffle=self.shuffle)
@@ -78,7 +85,7 @@ class Plan:
 
 def read(source: Any) -> list[Scenario]:
     """Examples of a JSON Lines file or of objects in memory; ScenarioError names the one that cannot be used."""
-    found = load(source)
+    found = load(source, what="example", distinct=False)  # an example may count twice
     for number, example in enumerate(found, start=1):
         problem = _problem(example.data)
         if problem is not None:
@@ -119,6 +126,7 @@ async def run(
     began = time.monotonic()
     plan = Plan(examples, epochs, batch_size, config.seed, config.shuffle)
     steps = plan.steps
+    content = plan.digest()
     config = config.model_copy(update={"steps": steps})  # so that a schedule of the learning rate spans the run
     losses: list[float] = []
     metrics = MetricsFile(config.folder / "metrics.jsonl")
@@ -126,7 +134,11 @@ async def run(
         with display:
             policy = policy_of(await client.status(), config.name)
             step, version = int(policy.get("step") or 0), int(policy["version"])
-            display.note(f"{len(examples)} examples, {steps} steps" + (f"; going on after step {step}" if step else ""))
+            _check_same(metrics, step, content, config.folder)
+            told = f"{len(examples)} examples, {steps} steps"
+            if step >= steps:
+                told += f": all were made, nothing is left to do (more with --epochs, now {epochs})"
+            display.note(told + (f"; going on after step {step}" if 0 < step < steps else ""))
             while step < steps:
                 step += 1
                 started = time.monotonic()
@@ -160,6 +172,20 @@ async def run(
         last_loss=losses[-1] if losses else None,
         seconds=time.monotonic() - began,
     )
+
+
+def _check_same(metrics: MetricsFile, step: int, content: str, folder: Path) -> None:
+    """ConfigError if the folder's steps were not made from these examples; notes them before the first step."""
+    begun = [row["imitation"] for row in metrics.rows if "imitation" in row]
+    if begun and begun[-1] == content:
+        return
+    if step or begun:
+        what = "other examples (or another batch size, seed or shuffle)" if begun else "rewards"
+        raise ConfigError(
+            f"{folder} holds a run that learns from {what}: give another --folder, and --init-adapter "
+            f"{folder}/versions/NAME@N to begin from one of its versions"
+        )
+    metrics.write({"imitation": content})
 
 
 async def _step(

@@ -83,9 +83,14 @@ def evaluation_row(passed: Evaluation) -> Row:
 
 
 def evaluations(rows: Iterable[Mapping[str, Any]], newest: int) -> dict[int, Evaluation]:
-    """The evaluations of a run that was stopped, by step; those of versions beyond ``newest`` were never served."""
-    found = {}
+    """The evaluations of a run that was stopped, by step.
+
+    Those of versions beyond ``newest`` are left out, and those of a version that was made anew afterwards.
+    """
+    found: dict[int, Evaluation] = {}
     for row in rows:
+        if row.get("outcome") == "committed":
+            found = {at: old for at, old in found.items() if not old.version.endswith(f"@{row.get('version')}")}
         version = str(row.get("version", "")).rpartition("@")[2]
         if isinstance(row.get("evaluation"), int) and version.isdecimal() and int(version) <= newest:
             found[row["evaluation"]] = Evaluation(

@@ -388,7 +388,7 @@ async def test_a_reward_that_fails_for_a_whole_step_ends_the_run(tmp_path, kind)
 
 
 async def test_a_success_function_that_raises_is_a_fault(tmp_path):
-    with pytest.raises(RewardError, match="success function: ZeroDivisionError"):
+    with pytest.raises(RewardError, match="it gave a reward, but the success function raised ZeroDivisionError"):
         await go(MemoryServer(), tmp_path, success=lambda run: 1 / 0, reward=lambda run: 1.0, held_out=[])
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from art_backends.errors import ScenarioError
-from art_backends.scenarios import Scenario, load, order, read_jsonl, split
+from art_backends.scenarios import Scenario, load, order, split
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ def file(tmp_path):
 
 
 def test_reads_objects_with_and_without_ids(file):
-    found = read_jsonl(file('\ufeff{"id": "a", "q": 1}\r\n\n{"id": 7}\n{"q": "ü"}'))
+    found = load(file('\ufeff{"id": "a", "q": 1}\r\n\n{"id": 7}\n{"q": "ü"}'))
     assert [scenario.id for scenario in found[:2]] == ["a", "7"]
     assert found[0].data == {"id": "a", "q": 1}
     assert len(found[2].id) == 16
@@ -37,7 +37,7 @@ def test_the_id_of_content_does_not_depend_on_the_order_of_keys(file):
     ("content", "words"),
     [
         ('{"q": 1}\n{"q": \n', r"tasks.jsonl, line 2: not valid JSON: .*column"),
-        ('{"q": 1}\n\n[1, 2]\n', r"tasks.jsonl, line 3: a scenario must be a JSON object, this is an array"),
+        ('{"q": 1}\n\n[1, 2]\n', r"tasks.jsonl, line 3: each scenario must be a JSON object, this is an array"),
         ('"text"', r"line 1: .*this is a string"),
         ("null", r"line 1: .*this is null"),
         ("3", r"line 1: .*this is a number"),
@@ -57,7 +57,7 @@ def test_the_id_of_content_does_not_depend_on_the_order_of_keys(file):
 )
 def test_a_line_that_cannot_be_used_is_named(file, content, words):
     with pytest.raises(ScenarioError, match=words):
-        read_jsonl(file(content))
+        load(file(content))
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"q": 1}, "must be a file or a list of objects"),
         (5, "must be a file or a list"),
         ([], "no scenarios"),
-        ([{"q": 1}, "text"], "scenario 1: a scenario must be a JSON object"),
+        ([{"q": 1}, "text"], "scenario 1: each scenario must be a JSON object"),
         ([{"q": object()}], "scenario 0: not a JSON object"),
         ([{"q": float("nan")}], "scenario 0: not a JSON object"),
     ],
@@ -165,4 +165,4 @@ def test_one_scenario_cannot_be_split():
 
 def test_what_is_read_is_what_was_written(file):
     rows = [{"q": "line\u2028separator", "n": 1.5}, {"nested": {"a": [1, None, True]}}]
-    assert [s.data for s in read_jsonl(file("\n".join(json.dumps(r, ensure_ascii=False) for r in rows)))] == rows
+    assert [s.data for s in load(file("\n".join(json.dumps(r, ensure_ascii=False) for r in rows)))] == rows

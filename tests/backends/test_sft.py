@@ -4,8 +4,12 @@ from collections import Counter
 
 import pytest
 from art_backends import sft
-from art_backends.errors import ScenarioError
+from art_backends.client import StepOutcome
+from art_backends.config import TrainConfig
+from art_backends.errors import ConfigError, ScenarioError
 from art_backends.scenarios import Scenario
+
+from tests.backends.memory_server import Notes
 
 ASKED = {"role": "user", "content": "Rugs?"}
 SAID = {"role": "assistant", "content": "7."}
@@ -40,3 +44,61 @@ def test_a_plan_learns_each_example_once_per_epoch(count, epochs, size, steps):
     batches = [plan.batch(step) for step in range(1, steps + 1)]
     assert all(len(batch) == size for batch in batches[:-1])
     assert Counter(item["n"] for batch in batches for item in batch) == dict.fromkeys(range(count), epochs)
+
+
+class Server:
+    def __init__(self):
+        self.learned = {}
+
+    async def status(self):
+        step = max(self.learned, default=0)
+        return {"policies": [{"name": "policy", "version": step, "step": step}]}
+
+    async def train_step(self, step, config, *, examples=None, progress=None):
+        self.learned[step] = [example["n"] for example in examples]
+        return StepOutcome(kind="committed", version=step, metrics={"loss": 1.0 / step})
+
+
+async def imitate(server, folder, examples, notes=None, **settings):
+    return await sft.run(
+        client=server,
+        config=TrainConfig(folder=folder),
+        examples=[Scenario(str(n), {"n": n}) for n in examples],
+        display=notes or Notes(),
+        **{"epochs": 2, "batch_size": 2, **settings},
+    )
+
+
+async def test_a_folder_goes_on_with_the_same_examples_only(tmp_path):
+    server, notes = Server(), Notes()
+    await imitate(server, tmp_path, [1, 2, 3])
+    assert list(server.learned) == [1, 2, 3]
+    await imitate(server, tmp_path, [1, 2, 3], epochs=4)
+    assert list(server.learned) == [1, 2, 3, 4, 5, 6]
+    await imitate(server, tmp_path, [1, 2, 3], notes, epochs=1)
+    assert len(server.learned) == 6
+    assert "nothing is left to do" in notes.text
+    for examples, settings in (([1, 2, 4], {}), ([1, 2, 3], {"batch_size": 3})):
+        with pytest.raises(ConfigError, match=r"holds a run that learns from other examples .*give another --folder"):
+            await imitate(server, tmp_path, examples, **settings)
+
+
+async def test_a_folder_of_a_run_with_rewards_is_refused(tmp_path):
+    server = Server()
+    server.learned[3] = []
+    with pytest.raises(ConfigError, match="holds a run that learns from rewards"):
+        await imitate(server, tmp_path, [1])
+    assert list(server.learned) == [3]
+
+
+def test_an_example_may_come_twice():
+    example = {"messages": [ASKED, SAID]}
+    assert len(sft.read([example, example])) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [([], "no examples"), ([3], "each example must be a JSON object"), (None, "examples must be")]
+)
+def test_errors_speak_of_examples(source, words):
+    with pytest.raises(ScenarioError, match=words):
+        sft.read(source)

@@ -181,3 +181,5 @@ def test_evaluations_of_a_stopped_run():
     rows = [evaluation_row(passed[1]), {"step": 3, "outcome": "committed", "version": 3}, evaluation_row(passed[0])]
     assert list(evaluations(rows, 5).values()) == passed
     assert list(evaluations(rows, 4)) == [0]
+    anew = [*rows, {"step": 5, "outcome": "committed", "version": 5}]
+    assert list(evaluations(anew, 5)) == [0]  # version 5 is another one now

@@ -176,7 +176,7 @@ def test_an_import_error_of_the_app_comes_with_its_own_traceback(case: Case) -> 
     ("content", "words"),
     [
         ('{"question": "a"}\n{"question": \n', ["tasks.jsonl, line 2: not valid JSON", "column"]),
-        ('{"question": "a"}\n\n[1]\n', ["tasks.jsonl, line 3: a scenario must be a JSON object, this is an array"]),
+        ('{"question": "a"}\n\n[1]\n', ["tasks.jsonl, line 3: each scenario must be a JSON object, this is an array"]),
         ('{"id": "a"}\n{"id": "a", "b": 1}\n', ["tasks.jsonl, line 2: id 'a' repeats tasks.jsonl, line 1"]),
         ('{"question": NaN}\n', ["tasks.jsonl, line 1: NaN is not JSON"]),
         ("\n\n", ["tasks.jsonl: no scenarios: write one JSON object per line"]),

@@ -170,6 +170,8 @@ async def test_what_cannot_be_trained_is_refused_before_anything_is_closed(tmp_p
         kept, gathered[0].trajectories[0].reward = gathered[0].trajectories[0].reward, None
         with pytest.raises(RewardError, match="reward is None"):
             await mine.train(gathered)
+        with pytest.raises(TrainingError, match="takes trajectory groups"):
+            await mine.train(gathered[0].trajectories)  # type: ignore[arg-type]
         gathered[0].trajectories[0].reward = kept
         assert not await mine._running().client.rollouts(policy="agent-1", closed=True)
         await mine.train(gathered)
@@ -187,8 +189,12 @@ async def test_examples_are_imitated_before_rewards_and_between(tmp_path: Path, 
         await mine.register(backend)
         with pytest.raises(ScenarioError, match="nothing to imitate"):
             await mine.train_sft([examples[0], {"messages": [{"role": "user", "content": "Hi"}]}])
-        with pytest.raises(ConfigError, match=r"batch_size \(0\)"):
-            await mine.train_sft(examples, batch_size=0)
+        for wrong in ({"batch_size": 0}, {"batch_size": 1.5}, {"epochs": "2"}):
+            with pytest.raises(ConfigError, match="must be whole numbers from 1 on"):
+                await mine.train_sft(examples, **wrong)  # type: ignore[arg-type]
+        for nothing in (None, [3], {"messages": []}, tmp_path / "none.jsonl"):
+            with pytest.raises(ScenarioError):
+                await mine.train_sft(nothing)  # type: ignore[arg-type]
         assert await mine.get_step() == 0
         outcomes = await mine.train_sft(examples, epochs=4, batch_size=2)
         assert [outcome.version for outcome in outcomes] == [1, 2, 3, 4, 5, 6]
@@ -215,3 +221,16 @@ async def test_what_was_gathered_while_a_step_trained_is_trained_in_the_next(tmp
         assert (outcome.version, outcome.metrics["trajectories/trained"], outcome.excluded) == (2, 6.0, {})
         outcome = await mine.train(earlier)  # two versions old: more than max_staleness
         assert (outcome.kind, set(outcome.excluded.values()), len(outcome.excluded)) == ("skipped", {"stale"}, 6)
+
+
+async def test_settings_of_gathering_that_would_hang_or_mean_nothing() -> None:
+    for settings in ({"concurrency": 0}, {"timeout": 0}, {"max_exceptions": -1}):
+        with pytest.raises(ConfigError, match="gather_trajectory_groups: concurrency"):
+            await gather_trajectory_groups([], **settings)
+
+    async def hangs() -> Trajectory:
+        await asyncio.Event().wait()
+        return Trajectory()
+
+    with pytest.raises(TimeoutError, match=r"a trajectory did not end within 0\.01 s"):
+        await gather_trajectory_groups([TrajectoryGroup([hangs()])], timeout=0.01)

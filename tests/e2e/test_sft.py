@@ -167,7 +167,7 @@ def test_an_adapter_of_other_settings_is_refused(project: Any, tmp_path: Path, s
         ('{"messages": "x"}\n', "no list of messages"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "begins with the assistant"),
         ('{"messages"\n', "examples.jsonl, line 1: not valid JSON"),
-        ("", "no scenarios"),
+        ("", "no examples"),
     ],
 )
 def test_examples_that_cannot_be_used(project: Any, content: str, words: str) -> None:

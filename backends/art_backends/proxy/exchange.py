@@ -117,7 +117,7 @@ class Exchange(Response):
         if context is None:
             services.counters.unattributed += 1
         # no await between choosing a version and leasing it: it cannot be unloaded in between
-        version = services.policy.alias_name() if context is None else context.version
+        version = services.policy.version_of(self._asked.model) if context is None else context.version
         with services.policy.lease(version) as model:
             try:
                 if context is not None:

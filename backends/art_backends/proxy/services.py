@@ -46,8 +46,9 @@ class PolicyView(Protocol):
     name: str
     models: list[str]  # names of the app's models that it answers for; empty: all
 
-    def alias_name(self) -> str:
-        """The version that the alias stands for, "NAME@N": it answers calls that are not pinned to one."""
+    def version_of(self, model: str) -> str:
+        """The version, "NAME@N", that answers calls of no rollout for this model name: the one that it names, else the
+        one that the policy's alias stands for."""
         ...
 
     def lease(self, version: str) -> AbstractContextManager[str]:

@@ -80,13 +80,14 @@ class Adapters:
                 done.append(version)
         return done
 
-    def set_aside(self, version: int) -> None:
+    def set_aside(self, version: int, reason: str) -> None:
         """Move an unusable version out of the way, so that the step that made it can be made again."""
         path = self._folder / version_name(self._policies.name, version)
         if path.exists():
             aside = path.with_name(f"broken-{path.name}-{uuid.uuid4().hex[:8]}")
             path.rename(aside)
             log.error("%s was set aside as %s", path.name, aside)
+            self._policies.set_aside.append(f"{path.name} could not be served ({reason}) and is now {aside}")
 
     async def _load(self, version: int) -> None:
         name = version_name(self._policies.name, version)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from art_backends.errors import ConfigError
 from art_backends.models import PACKAGES
 from art_backends.server.folder import PolicyFile, read_pin, write_pin
+from art_backends.summary import evaluations
 from art_backends.tracking import read_metrics
 from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -41,6 +42,7 @@ class Entry:
     held_out_reward: float | None
     held_out_success: float | None
     state: dict[str, Any]
+    problem: str | None = None  # why its adapter cannot be read, if so
 
     @property
     def worth(self) -> tuple[bool, float]:
@@ -58,7 +60,18 @@ class Catalog:
     base_model: str
     digest: str
     entries: list[Entry]
-    pinned: int | None = None
+
+    @property
+    def pinned(self) -> int | None:
+        """The version that the alias is fixed to, if any; ConfigError if that cannot be read."""
+        return read_pin(self.folder)
+
+    def sound(self, version: int) -> Entry:
+        """``entry``; ConfigError as well if its files are damaged."""
+        entry = self.entry(version)
+        if entry.problem is not None:
+            raise ConfigError(f"{self.policy}@{version} is damaged: {entry.problem}")
+        return entry
 
     def entry(self, version: int) -> Entry:
         """ConfigError, naming those there are, if there is no such version."""
@@ -76,6 +89,7 @@ class Catalog:
     def best(self) -> Entry | None:
         """The most worth, the newer one of equals."""
         known = [entry for entry in self.entries if entry.held_out_reward is not None or entry.reward is not None]
+        known = [entry for entry in known if entry.problem is None]
         return max(known, key=lambda entry: (*entry.worth, entry.version), default=None)
 
 
@@ -87,12 +101,13 @@ def read(folder: Path) -> Catalog:
     name = str(policy.fixed["name"])
     rows = read_metrics(folder / METRICS)
     rewards = {row["version"]: row.get("reward") for row in rows if "step" in row and row.get("outcome") == "committed"}
-    held = {row["version"]: row for row in rows if "evaluation" in row}
     found = versions.list_versions(folder / "versions", name)
+    newest = max([0, *(info.version for info in found)])
+    held = {passed.version: passed for passed in evaluations(rows, newest).values()}
     begun = versions.read_version(folder / "versions", name, 0)
     entries = []
     for info in ([begun] if begun is not None else []) + found:
-        evaluation = held.get(version_name(name, info.version), {})
+        evaluation = held.get(version_name(name, info.version))
         entries.append(
             Entry(
                 version=info.version,
@@ -100,12 +115,13 @@ def read(folder: Path) -> Catalog:
                 step=int(info.state.get("step", info.version)),
                 bytes=sum(file.stat().st_size for file in info.path.iterdir() if file.is_file()),
                 reward=rewards.get(info.version, info.state.get("metrics", {}).get("reward")),
-                held_out_reward=evaluation.get("held_out/reward"),
-                held_out_success=evaluation.get("held_out/success"),
+                held_out_reward=None if evaluation is None else evaluation.reward,
+                held_out_success=None if evaluation is None else evaluation.success,
                 state=info.state,
+                problem=versions.files_problem(info.path),
             )
         )
-    return Catalog(folder, name, policy.base_model, policy.digest, entries, read_pin(folder))
+    return Catalog(folder, name, policy.base_model, policy.digest, entries)
 
 
 def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
@@ -127,7 +143,7 @@ def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
 def pin(catalog: Catalog, version: int | None) -> None:
     """Let the alias stay at ``version`` from the server's next start on; None: let it follow the newest one again."""
     if version:
-        catalog.entry(version)
+        catalog.sound(version)
     write_pin(catalog.folder, version)
 
 
@@ -138,8 +154,9 @@ def roll_back(catalog: Catalog, to: int) -> list[Path]:
     """
     if to != 0:
         catalog.entry(to)
-    if catalog.pinned is not None and catalog.pinned > to:
-        raise ConfigError(f"{catalog.policy}@{catalog.pinned} is pinned and would be set aside: unpin it first")
+    pinned = catalog.pinned
+    if pinned is not None and pinned > to:
+        raise ConfigError(f"{catalog.policy}@{pinned} is pinned and would be set aside: unpin it first")
     aside = []
     for entry in reversed(catalog.entries):  # the newest first: wherever this is cut short, the rest is a whole run
         if entry.version > to:
@@ -166,7 +183,7 @@ def prune(catalog: Catalog, keep: int) -> list[Entry]:
 
 def export_adapter(catalog: Catalog, version: int, out: Path) -> None:
     """Write the adapter to ``out`` as PEFT and vLLM load it, with a model card and without any local path."""
-    entry = catalog.entry(version)
+    entry = catalog.sound(version)
     empty(out)
     base = public_name(catalog.base_model)
     settings = json.loads((entry.path / ADAPTER_CONFIG).read_bytes())

@@ -169,6 +169,7 @@ class Control:
             "digest": s.policy_file.digest,
             "version": s.policies.newest,
             "pinned": s.policies.fixed,
+            "set_aside": s.policies.set_aside,
             "versions": sorted(s.policies.loaded),
             "models": s.policies.models,
             "capture": s.policies.capture.value,

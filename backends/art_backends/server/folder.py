@@ -130,7 +130,9 @@ def read_pin(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r}); remove it to serve the newest version") from None
+        raise ConfigError(
+            f"{path}: names no version ({type(error).__name__}): art-backends versions pin N, or unpin, writes it anew"
+        ) from None
 
 
 def write_pin(folder: Path, version: int | None) -> None:

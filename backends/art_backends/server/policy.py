@@ -30,13 +30,18 @@ class PolicyTable:
         self.bare: frozenset[int] = frozenset({0})  # versions without an adapter
         self.newest = 0
         self.fixed: int | None = None  # the version that the alias stays at
+        self.set_aside: list[str] = []  # versions that could not be served: which, and why
         self.changed = asyncio.Event()  # set when a version may have become idle
         self._pins: Counter[int] = Counter()
         self._in_flight: Counter[int] = Counter()
 
     def answers(self, model: str) -> bool:
-        """Whether calls for this model name are this policy's: any name if it has no list, its own names always."""
-        return not self.models or model in self.models or model == self.name or self.number(model) is not None
+        """Whether calls for this model name are this policy's: any name if it has no list, its own names always, and
+        those of its versions as long as they are loaded."""
+        number = self.number(model)
+        if number is not None:
+            return number in self.loaded
+        return not self.models or model in self.models or model == self.name
 
     def number(self, version: str) -> int | None:
         return version_number(self.name, version)
@@ -46,8 +51,9 @@ class PolicyTable:
         """The version that answers calls of no rollout."""
         return self.newest if self.fixed is None else self.fixed
 
-    def alias_name(self) -> str:
-        return version_name(self.name, self.alias)
+    def version_of(self, model: str) -> str:
+        """The version, "NAME@N", that answers calls of no rollout for this model name."""
+        return version_name(self.name, self.alias) if self.number(model) is None else model
 
     def engine_model(self, version: str) -> str:
         """What the engine calls ``NAME@N``: the base model has no adapter to name."""

@@ -46,7 +46,12 @@ async def reconcile(
         await adapters.load(0)
     kept = await _serve_newest(policies, adapters, versions, digest)
     if pinned is not None:
-        await adapters.load(pinned)
+        try:
+            await adapters.load(pinned)
+        except AdapterError as error:
+            raise AdapterError(
+                f"the pinned version cannot be served: {error}; pin another one, or: art-backends versions unpin"
+            ) from None
         policies.fixed = pinned
     await _record(store, policies, kept)
     closed = await store.close_open_rollouts(fault=INTERRUPTED, opened_before=started)
@@ -65,7 +70,7 @@ async def _serve_newest(policies: PolicyTable, adapters: Adapters, versions: Pat
             await adapters.load(newest.version)
         except AdapterError as error:
             log.error("%s", error)
-            adapters.set_aside(newest.version)
+            adapters.set_aside(newest.version, str(error))
             found.pop()
             continue
         policies.move(newest.version)

@@ -84,7 +84,7 @@ class Sessions:
         if not hmac.compare_digest(found.digest, wanted) or time.time() - found.created > TOKEN_SECONDS:
             return None
         name = self._policies.name
-        late = RolloutContext(found.rollout_id, found.policy or name, self._policies.alias_name(), closed=True)
+        late = RolloutContext(found.rollout_id, found.policy or name, self._policies.version_of(name), closed=True)
         return Identity("rollout", late, found.policy)
 
     async def open(

@@ -283,8 +283,8 @@ class Steps:
             await self._worker.wait_ready(READY_SECONDS)
             try:
                 await self._adapters.load(version)
-            except AdapterError:
-                self._adapters.set_aside(version)
+            except AdapterError as error:
+                self._adapters.set_aside(version, str(error))
                 raise
             except EngineError as error:
                 log.warning("version %d is not served yet: %s", version, error)

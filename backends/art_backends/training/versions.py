@@ -71,6 +71,28 @@ def read_version(folder: Path, policy: str, version: int) -> VersionInfo | None:
     return VersionInfo(version, path, state)
 
 
+def files_problem(path: Path) -> str | None:
+    """Why the adapter in a folder cannot be whole, or None: its files are there, and as long as they say they are.
+
+    What the weights are worth is for ``adapters`` to say, which knows tensors.
+    """
+    try:
+        json.loads((path / ADAPTER_CONFIG).read_bytes())
+        with (path / ADAPTER_WEIGHTS).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            header = json.loads(file.read(min(length, size)))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is not there"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return f"{ADAPTER_CONFIG} or {ADAPTER_WEIGHTS} is torn or no file of this kind"
+    whole = 8 + length + max(ends, default=0)
+    return None if size == whole else f"{ADAPTER_WEIGHTS} has {size} bytes instead of {whole}"
+
+
 def _state_problem(state: object, policy: str, version: int) -> str | None:
     if not isinstance(state, dict):
         return f"{STATE} is not an object"

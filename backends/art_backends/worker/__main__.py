@@ -18,21 +18,24 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-import uvicorn
-from starlette.applications import Starlette
-
 from art_backends import stacks
-from art_backends.child import when_input_ends
-from art_backends.engines.embedded.app import create_app
-from art_backends.engines.embedded.convert import gguf_to_safetensors
-from art_backends.engines.embedded.core import Engine
-from art_backends.engines.embedded.weights import load_base
-from art_backends.errors import ArtError, TemplateError
-from art_backends.models import resolve
-from art_backends.training.trainer import Trainer
-from art_backends.worker.jobs import Jobs
+
+stacks.on_request()  # before what takes seconds to import: a signal would end the process
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import uvicorn  # noqa: E402
+from starlette.applications import Starlette  # noqa: E402
+
+from art_backends.child import when_input_ends  # noqa: E402
+from art_backends.engines.embedded.app import create_app  # noqa: E402
+from art_backends.engines.embedded.convert import gguf_to_safetensors  # noqa: E402
+from art_backends.engines.embedded.core import Engine  # noqa: E402
+from art_backends.engines.embedded.weights import load_base  # noqa: E402
+from art_backends.errors import ArtError, TemplateError  # noqa: E402
+from art_backends.models import resolve  # noqa: E402
+from art_backends.training.trainer import Trainer  # noqa: E402
+from art_backends.worker.jobs import Jobs  # noqa: E402
 
 log = logging.getLogger("art_backends.worker")
 
@@ -41,7 +44,6 @@ def main() -> int:
     """Serve until standard input ends; returns the exit code."""
     options = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stacks.on_request()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         app, said = _build(options)

@@ -277,8 +277,8 @@ class Policy:
         self.idle = asyncio.Event()  # no call is in flight
         self.newest = 4
 
-    def alias_name(self) -> str:
-        return f"policy@{self.newest}"
+    def version_of(self, model: str) -> str:
+        return model if model.startswith("policy@") else f"policy@{self.newest}"
 
     def answers(self, model: str) -> bool:
         return not self.models or model in self.models

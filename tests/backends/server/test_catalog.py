@@ -11,6 +11,9 @@ from art_backends.server import catalog
 from art_backends.server.folder import PolicyFile
 from art_backends.training import versions
 
+HEADER = b'{"a":{"dtype":"F32","shape":[250],"data_offsets":[0,1000]},"__metadata__":{"format":"pt"}}'
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(1000)
+
 
 def make_version(folder: Path, number: int, reward: float | None = 0.5, **settings: Any) -> Path:
     path = folder / "versions" / f"policy@{number}"
@@ -20,7 +23,7 @@ def make_version(folder: Path, number: int, reward: float | None = 0.5, **settin
     state = {"format": 1, "policy": "policy", "version": number, "step": number + 1, "rollout_ids": []}
     (path / "state.json").write_bytes(versions.encode_json({**state, "metrics": metrics, "config": config}))
     (path / "adapter_config.json").write_text(json.dumps({"r": 8, "base_model_name_or_path": "/home/me/models/tiny"}))
-    (path / "adapter_model.safetensors").write_bytes(b"x" * 1000)
+    (path / "adapter_model.safetensors").write_bytes(WEIGHTS)
     return path
 
 
@@ -72,6 +75,38 @@ def test_a_folder_that_is_no_run(tmp_path):
         catalog.read(tmp_path)
 
 
+def test_a_version_that_was_made_anew_has_no_figures_of_the_one_before(folder):
+    evaluated(folder, v3=0.99, v2=0.5)
+    assert catalog.read(folder).best.version == 3
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "outcome": "committed", "version": 3, "reward": 0.1}) + "\n")
+    found = catalog.read(folder)
+    assert (found.entry(3).held_out_reward, found.entry(3).reward, found.best.version) == (None, 0.1, 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "adapter_config.json").unlink(), r"adapter_config\.json is not there"),
+        (lambda path: (path / "adapter_model.safetensors").unlink(), r"adapter_model\.safetensors is not there"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(WEIGHTS[:200]), "has 200 bytes instead of 1"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(WEIGHTS[:20]), "is torn"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(b""), "is torn"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "is torn"),
+    ],
+)
+def test_a_damaged_version_is_told_and_neither_exported_nor_pinned_nor_the_best(folder, tmp_path, damage, words):
+    damage(folder / "versions" / "policy@2")
+    found = catalog.read(folder)
+    assert [entry.version for entry in found.entries if entry.problem] == [2]
+    assert found.best.version == 4
+    with pytest.raises(ConfigError, match=f"policy@2 is damaged: .*{words}"):
+        catalog.export_adapter(found, 2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="policy@2 is damaged"):
+        catalog.pin(found, 2)
+
+
 def test_comparing_shows_settings_and_figures_that_differ(folder):
     make_version(folder, 5, 0.6, learning_rate=5e-4)
     found = catalog.read(folder)
@@ -107,8 +142,10 @@ def test_what_is_not_there_cannot_be_pinned(folder):
     with pytest.raises(ConfigError, match="no version policy@9"):
         catalog.pin(catalog.read(folder), 9)
     (folder / "pinned.json").write_text('{"version": "x"}')
-    with pytest.raises(ConfigError, match=r"pinned\.json: cannot be read"):
-        catalog.read(folder)
+    with pytest.raises(ConfigError, match=r"pinned\.json: names no version .*pin N, or unpin, writes it anew"):
+        catalog.prune(catalog.read(folder), 1)
+    catalog.pin(catalog.read(folder), 2)
+    assert catalog.read(folder).pinned == 2
 
 
 def test_rolling_back_to_the_beginning_and_to_nothing(folder):
@@ -140,7 +177,7 @@ def test_an_export_names_no_path_of_this_machine(folder, tmp_path):
     for file in ("README.md", "adapter_config.json"):
         assert "/home/me" not in (out / file).read_text()
         assert str(tmp_path) not in (out / file).read_text()
-    assert (out / "adapter_model.safetensors").read_bytes() == b"x" * 1000
+    assert (out / "adapter_model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_an_export_never_overwrites(folder, tmp_path):

@@ -20,6 +20,7 @@ async def test_status(start: Any) -> None:
             "digest": "digest-1",
             "version": 0,
             "pinned": None,
+            "set_aside": [],
             "versions": [0],
             "models": ["gpt-4o-mini"],
             "capture": "tokens",

@@ -26,18 +26,19 @@ def test_a_version_goes_when_nobody_needs_it(table: PolicyTable) -> None:
         assert table.changed.is_set()
         assert table.idle() == [1]
     assert table.idle() == [1, 2]
-    assert table.alias_name() == "policy@3"
+    assert table.version_of("gpt-4o-mini") == "policy@3"
 
 
 def test_the_alias_may_be_fixed_to_an_older_version(table: PolicyTable) -> None:
     table.fixed = 1
-    assert (table.alias_name(), table.newest) == ("policy@1", 3)
+    assert (table.version_of("gpt-4o-mini"), table.newest) == ("policy@1", 3)
     assert table.idle() == [2]
     table.loaded.add(4)
     table.move(4)
-    assert (table.alias_name(), table.newest) == ("policy@1", 4)
+    assert (table.version_of("gpt-4o-mini"), table.newest) == ("policy@1", 4)
     table.fixed = None
-    assert table.alias_name() == "policy@4"
+    assert table.version_of("gpt-4o-mini") == "policy@4"
+    assert table.version_of("policy@2") == "policy@2"  # asked for by name
 
 
 def test_the_base_model_has_the_engine_s_name(table: PolicyTable) -> None:
@@ -54,10 +55,12 @@ def test_the_alias_moves_to_loaded_versions_only(table: PolicyTable) -> None:
 
 def test_names_it_answers_for(table: PolicyTable) -> None:
     assert table.answers("anything")
+    assert not table.answers("policy@9")
     table.models = ["gpt-4o-mini"]
     assert table.answers("gpt-4o-mini")
     assert table.answers("policy")
     assert table.answers("policy@2")
+    assert not table.answers("policy@9")  # not loaded
     assert not table.answers("gpt-4o")
     assert not table.answers("policy@x")
 

@@ -56,6 +56,9 @@ async def test_versions_that_cannot_be_served_are_set_aside_and_made_again(start
     async with start() as server:
         policy = await server.policy()
         assert (policy["version"], policy["step"]) == (1, 1)
+        (told,) = policy["set_aside"]
+        assert "policy@2 could not be served" in told
+        assert "made from another base model" in told
         names = {path.name.split("-")[0] for path in versions.iterdir()}
         assert names == {"policy@1", "policy@3", "broken"}
         outcome = await server.client.train_step(2, server.config, rollout_ids=ids, deadline=60)
@@ -113,12 +116,16 @@ async def test_a_pinned_version_answers_apps_while_training_goes_on(start: Any) 
         policy = await server.policy()
         assert (policy["version"], policy["pinned"], policy["versions"]) == (2, 1, [0, 1, 2])
         assert (await server.chat(server.agent)).json()["choices"][0]["message"]["content"] == "policy@1 says hi"
+        said = (await server.chat(server.agent, model="policy@2")).json()["choices"][0]["message"]["content"]
+        assert said == "policy@2 says hi"  # asked for by its name
+        missing = await server.chat(server.agent, model="policy@9")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         rollout = await server.open()
         assert rollout.version == "policy@2"
         outcome = await server.client.train_step(3, server.config, rollout_ids=await server.collect(3), deadline=60)
         assert outcome.version == 3
         assert (await server.policy())["pinned"] == 1
     write_pin(server.folder, 7)
-    with pytest.raises(AdapterError, match="policy@7: there is no usable version here"):
+    with pytest.raises(AdapterError, match=r"the pinned version cannot be served: .*policy@7.* unpin"):
         async with start():
             pass
