@@ -133,8 +133,9 @@ class _Loop:
         watches = [create(self._watch_speed()), create(self._watchdog.watch(self._display.warn, self._status))]
         step: int | None = None
         try:
-            committed = await self._read_status()
-            for problem in policy_of(await self._status(), self._config.name).get("set_aside") or []:
+            policy = await self._read_status()
+            committed = int(policy.get("step") or 0)  # the last step that the server knows as made
+            for problem in policy.get("set_aside") or []:
                 self._display.warn(f"{problem}; its step is made again")
             self._steps = by_step(self._metrics.rows, self._version)
             self._evaluations = evaluations(self._metrics.rows, self._version)
@@ -175,14 +176,14 @@ class _Loop:
     async def _status(self) -> dict[str, Any]:
         return await control(self._client.status())
 
-    async def _read_status(self) -> int:
-        """Note version, digest and the engine's counters; returns the last step that the server knows as made."""
+    async def _read_status(self) -> dict[str, Any]:
+        """Note version, digest and the engine's counters; returns the policy's part of the status."""
         status = await self._status()
         self._count_engine(status)
         policy = policy_of(status, self._config.name)
         self._version = int(policy["version"])
         self._digest = policy.get("digest")
-        return int(policy.get("step") or 0)
+        return policy
 
     async def _recover(self, committed: int) -> None:
         """Rows of steps that were made, but whose figures a crash kept from the metrics file."""
