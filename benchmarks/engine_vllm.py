@@ -42,7 +42,7 @@ async def serve(python: Path, model: Path, dtype: str, cores: int) -> AsyncItera
     command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     command += ["--max-model-len", "2048", "--enforce-eager", "--generation-config", "vllm"]
     with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)  # noqa: ASYNC220
         try:
             await _healthy(child, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
