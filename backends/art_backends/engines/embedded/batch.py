@@ -1,4 +1,4 @@
-"""Packs rows and segments into one forward pass: no padding in the model, and the logits of each row's last token.
+"""Packs rows and segments into one forward pass: no padding in the model, and the logits of each row's last tokens.
 
 It refuses to sample and to schedule: it computes what it is given.
 """
@@ -30,8 +30,8 @@ def compute(
 ) -> torch.Tensor | None:
     """Compute ``segments`` and the ``todo`` of ``places`` in one pass; all they stand on is computed or in the batch.
 
-    Returns the logits [places, vocab] of each place's last token, in the order given; None without places.
-    Afterwards the segments hold their keys and values, and the places' tokens have moved from ``todo`` to the slot.
+    Returns logits [n, vocab]: for each place, in the order given, those of its last token to do and of each token of
+    its draft; None without places. Afterwards the segments hold their keys and values, and the places are ``computed``.
     """
     chunks = _order(segments, places)
     plan = _plan(arena, chunks)
@@ -40,20 +40,19 @@ def compute(
     positions = torch.tensor(
         [[chunk.position + offset for chunk in chunks for offset in range(len(chunk.tokens))]], device=device
     )
-    ends: dict[int, int] = {}
+    ends: dict[int, range] = {}
     at = 0
     for chunk in chunks:
         at += len(chunk.tokens)
         if isinstance(chunk.target, Place):
-            ends[id(chunk.target)] = at - 1
+            ends[id(chunk.target)] = range(at - 1 - len(chunk.target.draft), at)
     # Without places one position is still asked for: 0 would mean "all logits".
-    keep = torch.tensor([ends[id(place)] for place in places] or [0], device=device)
+    keep = torch.tensor([at for place in places for at in ends[id(place)]] or [0], device=device)
     logits: torch.Tensor = model(
         input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep, art_plan=plan
     ).logits
     for place in places:
-        place.slot.tokens.extend(place.todo)
-        place.todo.clear()
+        place.computed()
     return logits[0] if places else None
 
 
@@ -68,7 +67,7 @@ def _order(segments: Sequence[Segment], places: Sequence[Place]) -> list[_Chunk]
         path = place.parent.path()
         key = (*(node.uid for node in path), 0, place.slot.index)
         position = place.parent.end + len(place.slot.tokens)
-        chunks.append(_Chunk(key, path, place.todo, position, place))
+        chunks.append(_Chunk(key, path, place.fresh, position, place))
     return sorted(chunks, key=lambda chunk: chunk.key)
 
 
@@ -105,8 +104,8 @@ def _plan(arena: Arena, chunks: list[_Chunk]) -> Plan:
 def _own(arena: Arena, rows: list[tuple[Place, int]]) -> Own:
     """The batched part: one entry per slot, either a whole range of the arena or, if rows are scattered, gathered."""
     device = arena.shape.device
-    width = max(len(place.todo) for place, _ in rows)
-    length = max(len(place.slot.tokens) + len(place.todo) for place, _ in rows)
+    width = max(len(place.fresh) for place, _ in rows)
+    length = max(len(place.slot.tokens) + len(place.fresh) for place, _ in rows)
     indices = [place.slot.index for place, _ in rows]
     low, high = min(indices), max(indices) + 1
     entry: dict[int, int]  # slot index -> entry of the batch
@@ -123,7 +122,7 @@ def _own(arena: Arena, rows: list[tuple[Place, int]]) -> Own:
     tokens: list[int] = []
     writes: list[int] = []
     for place, start in rows:
-        row, held, new = entry[place.slot.index], len(place.slot.tokens), len(place.todo)
+        row, held, new = entry[place.slot.index], len(place.slot.tokens), len(place.fresh)
         for offset in range(width):
             inside = min(offset, new - 1)
             queries[row][offset] = start + inside

@@ -22,6 +22,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
+from art_backends.engines.embedded.drafts import MOST
 from art_backends.engines.embedded.executors import choose
 from art_backends.engines.embedded.kv import Limits
 from art_backends.engines.embedded.requests import Generation, Token
@@ -40,7 +41,8 @@ class Engine:
 
     ``model`` is read and never written, nor are its modules or its configuration changed. ``max_model_len`` is cut to
     what the model has positions for; ``keep_versions`` merged versions stay in memory besides those in use; ``seed``
-    seeds rows that come without one; ``pack`` keeps the linear weights in a faster layout too (CPU only).
+    seeds rows that come without one; ``pack`` keeps the linear weights in a faster layout too (CPU only); ``guesses``
+    is the most tokens that are guessed at once for a row (0: none; see ``drafts``).
     """
 
     def __init__(
@@ -52,13 +54,14 @@ class Engine:
         keep_versions: int = 2,
         pack: bool = True,
         seed: int = 0,
+        guesses: int = MOST,
     ) -> None:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_model_len = min(max_model_len, positions) if positions else max_model_len
         self.limits = limits or Limits()
         self.failure: str | None = None
         self._weights = Weights(model, keep=keep_versions, pack=pack)
-        self._executor = choose(self._weights.base, self.limits, self.max_model_len)
+        self._executor = choose(self._weights.base, self.limits, self.max_model_len, guesses)
         self._base = Version(None, None)
         self._versions: dict[str, Version] = {}
         self._vocab = int(cast(torch.Tensor, model.get_input_embeddings().weight).shape[0])
@@ -262,18 +265,31 @@ class Engine:
             return
         for batch, logits in self._executor.step(version, model, rows):
             samples = sample(logits, [row.settings for row in batch])
-            deliver([(row, self._take(row, one)) for row, one in zip(batch, samples, strict=True)])
+            found: list[tuple[Row, Token | EngineError]] = []
+            through: set[Row] = (
+                set()
+            )  # what follows of these in the batch was computed after a token that was not sampled
+            for row, one in zip(batch, samples, strict=True):
+                if row in through:
+                    continue
+                item, on = self._take(row, one)
+                found.append((row, item))
+                if not on:
+                    through.add(row)
+            deliver(found)
 
-    def _take(self, row: Row, one: Sample) -> Token | EngineError:
-        """A sampled token enters its row; what the consumer gets for it."""
+    def _take(self, row: Row, one: Sample) -> tuple[Token | EngineError, bool]:
+        """A sampled token enters its row; what the consumer gets, and whether its next logits are in the batch."""
         if one.error is not None:
             self._leave(row, keep=False)
-            return EngineError(f"row of {row.version}: {one.error}", 500, "sampling_failed")
+            return EngineError(f"row of {row.version}: {one.error}", 500, "sampling_failed"), False
         generation = row.generation
+        row.settings.draws.use()
+        self._executor.learn(row, one.id)
         row.ids.append(one.id)
         row.sampled += 1
         self._sampled += 1
-        finish = None
+        finish, on = None, False
         if one.id in generation.stop_token_ids:
             finish = "stop"
         elif row.sampled >= generation.max_tokens or len(row.ids) >= self.max_model_len:
@@ -281,14 +297,15 @@ class Engine:
         if finish is not None:
             self._leave(row)
         else:
-            self._executor.push(row, one.id)
+            on = self._executor.push(row, one.id)
             if generation.mask is not None:
                 try:
                     generation.mask.accept(one.id)
                 except Exception as error:  # boundary: a row's own mask may fail that row only  # noqa: BLE001
                     self._leave(row)
-                    return EngineError(f"the mask of constrained output failed: {error!r}", 500, "sampling_failed")
-        return Token(one.id, one.logprob, one.top, finish)
+                    failed = f"the mask of constrained output failed: {error!r}"
+                    return EngineError(failed, 500, "sampling_failed"), False
+        return Token(one.id, one.logprob, one.top, finish), on
 
     def _leave(self, row: Row, *, keep: bool = True) -> None:
         row.done = True

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from art_backends.engines.embedded import attention
 from art_backends.engines.embedded.batch import compute
+from art_backends.engines.embedded.drafts import MOST, Drafts
 from art_backends.engines.embedded.kv import Arena, Limits, Segment, Shape
 from art_backends.engines.embedded.rows import Row
 from art_backends.engines.embedded.tree import Place, Tree
@@ -40,10 +41,17 @@ class Executor(Protocol):
     def step(
         self, version: Version, model: PreTrainedModel, rows: Sequence[Row]
     ) -> Iterator[tuple[list[Row], torch.Tensor]]:
-        """Compute the next logits of these rows: batches of rows and logits [rows, vocab]; not each row every time."""
+        """Compute the next logits of these rows: batches of rows and logits [rows, vocab]; not each row every time.
 
-    def push(self, row: Row, token: int) -> None:
-        """The token sampled for a row, to be computed in its next step."""
+        A row stands in a batch once more for each token guessed after the one to be sampled.
+        """
+
+    def learn(self, row: Row, token: int) -> None:
+        """The token sampled for a row, before it enters ``row.ids``: what guesses are made from."""
+
+    def push(self, row: Row, token: int) -> bool:
+        """The token sampled for a row that goes on. True: it was guessed, the row's next logits stand in this batch.
+        False: it is computed in the row's next step."""
 
     def release(self, row: Row, *, keep: bool) -> None:
         """The row is over; ``keep`` what it computed for later prompts."""
@@ -58,11 +66,14 @@ class Executor(Protocol):
 class Cascade:
     """Shared prefixes once, rows batched, finished rows kept. See ``kv`` and ``attention``."""
 
-    def __init__(self, shape: Shape, limits: Limits, reach: int) -> None:
+    def __init__(self, shape: Shape, limits: Limits, reach: int, guesses: int = MOST) -> None:
         self.limits = limits
         self.arena = Arena(shape, limits, reach)
         self.tree = Tree(self.arena, limits)
         self.computed = 0
+        self.drafts = Drafts()
+        self.guesses = guesses  # most tokens guessed at once for a row
+        self.guessed = self.right = 0
 
     def admit(self, row: Row, alone: bool) -> bool:
         if not self.tree.has_room(len(row.ids)) and not alone:
@@ -96,9 +107,26 @@ class Cascade:
             for place in places:
                 if len(place.slot.tokens) + len(place.todo) > self.arena.slot_tokens:
                     self.tree.spill(place.slot)
+            for row in batch:
+                self._guess(row, len(batch))
+            repeated = [row for row in batch for _ in range(1 + len(_place(row).draft))]
             logits = compute(model, self.arena, nodes, places) if places or nodes else None
             if logits is not None:
-                yield batch, logits
+                yield repeated, logits
+
+    def _guess(self, row: Row, rows: int) -> None:
+        """A draft for a row that runs, where there is room; not under a mask, which knows only what was sampled."""
+        place, generation = _place(row), row.generation
+        if not row.sampled or generation.mask is not None:
+            return
+        most = min(
+            self.guesses,
+            generation.max_tokens - row.sampled - 1,
+            self.arena.reach - len(row.ids) - 1,
+            self.arena.slot_tokens - len(place.slot.tokens) - len(place.todo),
+        )
+        place.draft = self.drafts.guess(row.trail, most, rows) if most > 0 else []
+        self.guessed += len(place.draft)
 
     def _ready(self, pending: Sequence[Segment]) -> list[Segment]:
         """As many pending segments as one pass may compute, parents first."""
@@ -112,8 +140,14 @@ class Cascade:
                 budget -= len(node.tokens)
         return taken
 
-    def push(self, row: Row, token: int) -> None:
-        _place(row).todo.append(token)
+    def learn(self, row: Row, token: int) -> None:
+        if self.guesses:
+            self.drafts.learn(row.trail, token)
+
+    def push(self, row: Row, token: int) -> bool:
+        on = _place(row).push(token)
+        self.right += on
+        return on
 
     def release(self, row: Row, *, keep: bool) -> None:
         if row.place is not None:
@@ -124,7 +158,12 @@ class Cascade:
         self.tree.forget(version)
 
     def stats(self) -> dict[str, float]:
-        return {"cached_tokens": self.tree.tokens, "prompt_tokens_cached": self.tree.hits}
+        return {
+            "cached_tokens": self.tree.tokens,
+            "prompt_tokens_cached": self.tree.hits,
+            "guessed_tokens": self.guessed,
+            "guessed_tokens_right": self.right,
+        }
 
 
 class Plain:
@@ -147,8 +186,11 @@ class Plain:
                 self.computed += len(row.ids)
             yield [row], _whole(model, row.ids)
 
-    def push(self, row: Row, token: int) -> None:
+    def learn(self, row: Row, token: int) -> None:
         return
+
+    def push(self, row: Row, token: int) -> bool:
+        return False
 
     def release(self, row: Row, *, keep: bool) -> None:
         return
@@ -160,7 +202,7 @@ class Plain:
         return {}
 
 
-def choose(model: PreTrainedModel, limits: Limits, reach: int) -> Executor:
+def choose(model: PreTrainedModel, limits: Limits, reach: int, guesses: int = MOST) -> Executor:
     """The cascade if this model, tried out, gives the same logits with it; else ``Plain``, with a warning.
 
     Leaves the model with the attention that the executor needs.
@@ -185,7 +227,7 @@ def choose(model: PreTrainedModel, limits: Limits, reach: int) -> Executor:
                 error,
             )
             return Plain()
-    return Cascade(shape, limits, reach)
+    return Cascade(shape, limits, reach, guesses)
 
 
 class _Probe:

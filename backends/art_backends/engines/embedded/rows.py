@@ -9,8 +9,9 @@ import asyncio
 import random
 from collections.abc import Iterable
 
+from art_backends.engines.embedded.drafts import Trail
 from art_backends.engines.embedded.requests import Generation, Token
-from art_backends.engines.embedded.sampling import Settings
+from art_backends.engines.embedded.sampling import Draws, Settings
 from art_backends.engines.embedded.tree import Place
 from art_backends.engines.embedded.weights import Version
 from art_backends.errors import EngineError
@@ -23,6 +24,7 @@ class Row:
         self.generation = generation
         self.version = version
         self.ids = list(generation.prompt_ids)
+        self.trail = Trail(self.ids)
         self.place: Place | None = None
         self.sampled = 0
         self.cancelled = False  # set by the consumer, from its own thread
@@ -30,7 +32,7 @@ class Row:
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
         self.settings = Settings(
-            random.Random(seed),  # noqa: S311
+            Draws(random.Random(seed)),  # noqa: S311
             generation.temperature,
             generation.top_p,
             generation.top_k,

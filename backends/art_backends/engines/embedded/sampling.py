@@ -2,8 +2,8 @@
 
 All in float32. The reported log-probability is that of the distribution the token was drawn from; at temperature 0
 the most likely allowed token is taken and its log-probability is that at temperature 1. A draw is made by inverting
-the cumulative distribution at one uniform number from the row's own generator, so a seeded row gives the same tokens
-whatever else is in the batch.
+the cumulative distribution at one uniform number from the row's own generator, the n-th for its n-th token, so a
+seeded row gives the same tokens whatever else is in the batch.
 
 It refuses penalties and logit biases.
 """
@@ -11,6 +11,7 @@ It refuses penalties and logit biases.
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,11 +22,30 @@ from art_backends.engines.embedded.requests import TokenMask
 _BLOCK = 256
 
 
-@dataclass(frozen=True, slots=True)
+class Draws:
+    """The uniform numbers of one row: any number may be looked at ahead, each is used once."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+        self._ahead: deque[float] = deque()
+
+    def peek(self, place: int) -> float:
+        """The number at a place from the next one (0) on."""
+        while len(self._ahead) <= place:
+            self._ahead.append(self._generator.random())
+        return self._ahead[place]
+
+    def use(self) -> None:
+        """The next one is spent."""
+        self.peek(0)
+        self._ahead.popleft()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Settings:
     """How one row is sampled; see ``Generation``."""
 
-    generator: random.Random
+    draws: Draws
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -44,7 +64,11 @@ class Sample:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Settings]) -> list[Sample]:
-    """One token for each row of ``logits`` [rows, vocab]."""
+    """One token for each row of ``logits`` [rows, vocab].
+
+    Settings that occur again are those of the same row's following tokens. Draws are looked at, not used: of each token
+    that is kept the caller has to ``use`` one.
+    """
     errors: dict[int, str] = {}
     scores = _masked(logits.float(), rows, errors)
     heats = [row.temperature if row.temperature > 0 else 1.0 for row in rows]
@@ -114,7 +138,7 @@ def _draw(logprobs: torch.Tensor, rows: Sequence[Settings]) -> torch.Tensor:
     wide = torch.float32 if device.type == "mps" else torch.float64
     probs = torch.nn.functional.pad(logprobs.exp(), (0, -logprobs.shape[1] % _BLOCK)).view(len(rows), -1, _BLOCK)
     blocks = probs.sum(-1, dtype=wide).cumsum(-1)
-    uniform = torch.tensor([0.0 if row.temperature <= 0 else row.generator.random() for row in rows], dtype=wide)
+    uniform = torch.tensor(_uniform(rows), dtype=wide)
     target = uniform.to(device)[:, None] * blocks[:, -1:]
     block = _invert(blocks, target)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), torch.zeros_like(target))
@@ -123,6 +147,15 @@ def _draw(logprobs: torch.Tensor, rows: Sequence[Settings]) -> torch.Tensor:
     if any(greedy):
         ids = torch.where(torch.tensor(greedy, device=device), logprobs.argmax(-1), ids)
     return ids.clamp(max=logprobs.shape[1] - 1)
+
+
+def _uniform(rows: Sequence[Settings]) -> list[float]:
+    place: Counter[Settings] = Counter()
+    found = []
+    for row in rows:
+        found.append(0.0 if row.temperature <= 0 else row.draws.peek(place[row]))
+        place[row] += 1
+    return found
 
 
 def _invert(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ It refuses to know about models and adapters: there is one root per key, and key
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from art_backends.engines.embedded.kv import Arena, Limits, Segment, Slot
@@ -18,10 +18,35 @@ from art_backends.engines.embedded.kv import Arena, Limits, Segment, Slot
 
 @dataclass(slots=True)
 class Place:
-    """Where a row stands: its ``slot`` (which may already hold tokens) and the tokens ``todo``, to be computed next."""
+    """Where a row stands: its ``slot`` (which may already hold tokens) and the tokens ``todo``, to be computed next.
+
+    ``draft`` are guessed tokens after those, computed in the same pass; from then on they are ``ahead``: their keys and
+    values stand behind the slot's tokens, which they enter when they turn out to be right.
+    """
 
     slot: Slot
     todo: list[int]
+    draft: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+
+    @property
+    def fresh(self) -> list[int]:
+        """What the next pass computes."""
+        return [*self.todo, *self.draft]
+
+    def computed(self) -> None:
+        """A pass has computed ``fresh``."""
+        self.slot.tokens.extend(self.todo)
+        self.todo, self.ahead, self.draft = [], self.draft, []
+
+    def push(self, token: int) -> bool:
+        """The row's next token; whether what follows it was computed ahead."""
+        if self.ahead and self.ahead[0] == token:
+            self.slot.tokens.append(self.ahead.pop(0))
+            return True
+        self.ahead = []
+        self.todo.append(token)
+        return False
 
     @property
     def parent(self) -> Segment:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from art_backends.engines.embedded.sampling import Settings, sample
+from art_backends.engines.embedded.sampling import Draws, Settings, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +19,12 @@ def logits(rows: int = 1) -> torch.Tensor:
 
 
 def one(scores: torch.Tensor | None = None, *, seed: int = 0, **how: object) -> object:
-    return sample(logits() if scores is None else scores, [Settings(random.Random(seed), **how)])[0]  # type: ignore[arg-type]
+    return sample(logits() if scores is None else scores, [Settings(Draws(random.Random(seed)), **how)])[0]
 
 
 def test_frequencies_follow_the_probabilities() -> None:
     rows = 4000
-    drawn = [item.id for item in sample(logits(rows), [Settings(random.Random(seed)) for seed in range(rows)])]
+    drawn = [item.id for item in sample(logits(rows), [Settings(Draws(random.Random(seed))) for seed in range(rows)])]
     for token, probability in enumerate(PROBS):
         deviation = math.sqrt(probability * (1 - probability) / rows)
         assert abs(drawn.count(token) / rows - probability) < 5 * deviation
@@ -57,9 +57,9 @@ def test_reported_logprobs_are_those_of_the_distribution(how: dict[str, float], 
 
 def test_rows_of_a_batch_are_sampled_each_its_own_way() -> None:
     rows = [
-        Settings(random.Random(1), temperature=0),
-        Settings(random.Random(1), top_k=1),
-        Settings(random.Random(1), top_logprobs=2),
+        Settings(Draws(random.Random(1)), temperature=0),
+        Settings(Draws(random.Random(1)), top_k=1),
+        Settings(Draws(random.Random(1)), top_logprobs=2),
     ]
     greedy, single, free = sample(logits(3), rows)
     assert (greedy.id, greedy.logprob) == (0, pytest.approx(math.log(0.5)))
@@ -91,7 +91,7 @@ def test_masks() -> None:
 def test_output_that_is_not_finite_is_an_error(value: float) -> None:
     scores = logits(2)
     scores[0, 2] = value
-    bad, good = sample(scores, [Settings(random.Random(0)), Settings(random.Random(0))])
+    bad, good = sample(scores, [Settings(Draws(random.Random(0))), Settings(Draws(random.Random(0)))])
     assert "not finite" in (bad.error or "")
     assert good.error is None
 
@@ -105,6 +105,6 @@ def test_tokens_without_probability_are_never_drawn(vocab: int, seed: int) -> No
     drop = torch.rand(3, vocab, generator=generator) < 0.9
     drop[torch.arange(3), keep] = False
     scores[drop] = -torch.inf
-    for row, item in enumerate(sample(scores.clone(), [Settings(random.Random(seed + at)) for at in range(3)])):
+    for row, item in enumerate(sample(scores.clone(), [Settings(Draws(random.Random(seed + at))) for at in range(3)])):
         assert item.error is None
         assert not drop[row, item.id]
