@@ -3,8 +3,8 @@
 Registered once for the process, it reaches graphs and models that were built long before, and needs nothing of the
 app. It sets ContextVars of ``art_backends.capture`` in the very context in which the model call is then made:
 
-- the node (``langgraph_node``, step, checkpoint namespace, task) when a node's run starts, LangChain's run id when a
-  chat model starts; when that run ends, what was there before counts again;
+- the node (``langgraph_node``, step, checkpoint namespace, task, and which run of the node for that task it is) when
+  its run starts, LangChain's run id when a chat model starts; when that run ends, what was there before counts again;
 - the scope, where a run's metadata names its rollout (``{"metadata": {"art_rollout": id}}``): that tells the inputs
   of one ``batch`` apart, and repairs contexts that lost the scope on the way.
 
@@ -88,10 +88,12 @@ class CaptureHook(BaseCallbackHandler):
         inputs: Any,
         *,
         run_id: UUID,
+        tags: list[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._enter(run_id, metadata)
+        self._enter(run_id, metadata, node_run=_is_node_run(tags, metadata, name))
 
     @_guarded
     def on_tool_start(
@@ -166,7 +168,13 @@ class CaptureHook(BaseCallbackHandler):
         self._enter(run_id, metadata, model=str(name) if alone else "", model_run=alone)
 
     def _enter(
-        self, run_id: UUID, metadata: dict[str, Any] | None, *, model: str = "", model_run: bool = False
+        self,
+        run_id: UUID,
+        metadata: dict[str, Any] | None,
+        *,
+        model: str = "",
+        model_run: bool = False,
+        node_run: bool = False,
     ) -> None:
         metadata = metadata or {}
         scope, node = current_scope(), current_node()
@@ -178,8 +186,12 @@ class CaptureHook(BaseCallbackHandler):
         if scope is None:
             return  # no rollout's code: nothing of ours to say
         told = _node(metadata, run_id if model_run else None)
-        if told is not None and not model_run and node is not None and _same(told, node):
-            told = None
+        if told is not None and node is not None and _same(told, node):
+            told.node_run_id = node.node_run_id
+            if not model_run:
+                told = None
+        elif told is not None and node_run:
+            told.node_run_id = str(run_id)
         if named is None and told is None:
             return
         binding = None if named is None else bind_scope(named)
@@ -212,7 +224,16 @@ def _node(metadata: dict[str, Any], run_id: UUID | None) -> NodeContext | None:
         checkpoint_ns=namespace,
         task_id=task_of(namespace),
         run_id=None if run_id is None else str(run_id),
+        agent=metadata.get("lc_agent_name"),
     )
+
+
+def _is_node_run(tags: list[str] | None, metadata: dict[str, Any] | None, name: str | None) -> bool:
+    """Whether a run is that of a node (or a ``@task``) itself, not of something within it."""
+    node = (metadata or {}).get("langgraph_node")
+    if node is None:
+        return False
+    return any(tag.startswith("graph:step:") for tag in tags or ()) or name == node
 
 
 def _same(one: NodeContext, other: NodeContext) -> bool:

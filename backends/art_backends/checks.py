@@ -31,8 +31,9 @@ def rewards(rollouts: Sequence[Rollout], where: str, folder: Path) -> None:
     raise ServerError(f"{where}: no rollout came through: {fault(rollouts)}; see logs/ in {folder}")
 
 
-async def calls(client: Control, rollouts: Sequence[Rollout]) -> bool:
-    """Whether a call that can be trained was seen; NothingToLearnError if none was made, or all under a grammar."""
+async def calls(client: Control, rollouts: Sequence[Rollout], nodes: Sequence[str] = ()) -> bool:
+    """Whether a call that can be trained was seen; NothingToLearnError if none was made, none by ``nodes`` (if any are
+    named), or all under a grammar."""
     counted = scored(rollouts)
     if not counted:
         return False
@@ -40,7 +41,13 @@ async def calls(client: Control, rollouts: Sequence[Rollout]) -> bool:
     made = [call for rollout in chosen for call in (await control(client.rollout(rollout.id))).calls]
     if not made:
         raise NothingToLearnError(_no_calls(counted))
-    answered = [call for call in made if call.status == CallStatus.OK]
+    if nodes and not any(call.node.within(nodes) for call in made):
+        found = sorted({"/".join(call.node.path) or "none" for call in made})
+        raise NothingToLearnError(
+            f"nothing to learn from: no model call came from {', '.join(nodes)} (nodes); calls came from: "
+            f"{', '.join(found)}"
+        )
+    answered = [call for call in made if call.status == CallStatus.OK and (not nodes or call.node.within(nodes))]
     if answered and all(call.sampling.constrained for call in answered):
         raise NothingToLearnError(
             "nothing to learn from: every model call of the agent is constrained by a grammar (response_format, "

@@ -282,7 +282,7 @@ async def _show_rollout(options: argparse.Namespace) -> int:
             console.print(f"  {trouble}")
     trained = {(item["call"], item["choice"]): item for item in training}
     for call in rollout.calls:
-        console.rule(f"call {call.sequence} · node {call.node.name or '-'} · {call.version} · {call.status}")
+        console.rule(f"call {call.sequence} · node {'/'.join(call.node.path) or '-'} · {call.version} · {call.status}")
         console.print(
             f"prompt {len(call.prompt_token_ids)} tokens ({call.prompt_mode}), continues {call.continues or 'nothing'}"
             f"{', drifted' if call.drifted else ''}{f', excluded: {call.excluded}' if call.excluded else ''}"

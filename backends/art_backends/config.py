@@ -41,6 +41,11 @@ class TrainConfig(BaseModel):
     models: list[str] = Field(
         default_factory=list, description="model names of the app that this policy answers for (empty: all)"
     )
+    nodes: list[str] = Field(
+        default_factory=list,
+        description="train only what these nodes or agents of the graph say (inner ones as outer/inner; empty: all); "
+        "the rest stays context",
+    )
     chat_template: Path | None = Field(None, description="chat template file (default: the model's own, or Hermes)")
 
     # the run

@@ -253,7 +253,7 @@ class _Loop:
 
     async def _check_calls(self, rollouts: Sequence[Rollout]) -> None:
         if not self._trainable:
-            self._trainable = await checks.calls(self._client, rollouts)
+            self._trainable = await checks.calls(self._client, rollouts, self._config.nodes)
 
     async def _train(self, step: int, rollout_ids: list[str]) -> StepOutcome:
         self._display.phase(f"step {step}: training", 0)

@@ -8,7 +8,7 @@ It refuses to hold behaviour: nothing here opens files, talks to a server or kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -82,7 +82,22 @@ class Node(Record):
     step: int | None = None
     checkpoint_ns: str | None = None
     task_id: str | None = None
+    node_run_id: str | None = None  # of one run of the node for its task; a node that is run again has another one
     run_id: str | None = None  # LangChain's run id of the model call
+    agent: str | None = None  # name of the agent, where it has one
+
+    @property
+    def path(self) -> list[str]:
+        """Names from the outermost node inwards: ``["team", "model"]`` for node ``model`` of a subgraph ``team``."""
+        names = [part.partition(":")[0] for part in (self.checkpoint_ns or "").split("|") if part]
+        return names or ([self.name] if self.name else [])
+
+    def within(self, names: Collection[str]) -> bool:
+        """Whether the node, one that it stands in, or its agent is among ``names``; ``outer/inner`` names a node
+        within another."""
+        path = self.path
+        runs = {"/".join(path[begin:end]) for end in range(1, len(path) + 1) for begin in range(end)}
+        return not runs.isdisjoint(names) or self.agent in names
 
 
 class Call(Record):
@@ -105,7 +120,7 @@ class Call(Record):
     drifted: bool = False  # it continues an earlier call, but its tokens could not be kept
     broken_control_tokens: int = 0  # strings in the data that spelled control tokens and were broken up
     retry: int = 0  # the SDK's own retry count of this request
-    excluded: str | None = None  # why it must not train, in a word: "retry", "cancelled", "constrained", …
+    excluded: str | None = None  # why it must not train, in a word: "retry", "rerun", "cancelled", "constrained", …
     error: str | None = None
     started: float = 0.0  # seconds since the epoch
     finished: float | None = None

@@ -5,14 +5,17 @@ from typing import TypedDict
 
 import pytest
 from art_backends.capture import current_node, current_scope, rollout_scope
+from langchain.agents import create_agent
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.globals import set_llm_cache
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from langgraph.graph import START, StateGraph
-from langgraph.types import RetryPolicy
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.func import entrypoint, task
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Command, RetryPolicy, interrupt
 
 from art_langgraph import hook
 
@@ -199,3 +202,79 @@ def test_uninstalled_it_says_nothing(proxy, provider):
 )
 def test_the_task_of_a_checkpoint_namespace(namespace, task):
     assert hook.task_of(namespace) == task
+
+
+def runs_of(proxy):
+    """Of each request: its prompt, and which run of which task it came from."""
+    return [(seen.prompt, seen.headers["x-art-task-id"], seen.headers.get("x-art-node-run-id")) for seen in proxy.seen]
+
+
+def test_runs_of_a_node_for_one_task_are_told_apart(hooked, proxy, provider):
+    model = make_model(provider)
+    tries = []
+
+    def flaky(state):
+        model.invoke("flaky one")
+        model.invoke("flaky two")
+        tries.append(1)
+        if len(tries) < 2:
+            raise ValueError("again, please")
+
+    def ask(state):
+        model.invoke("ask")
+        interrupt("may I?")
+
+    retry = RetryPolicy(initial_interval=0.01, retry_on=ValueError)
+    builder = StateGraph(State).add_node("flaky", flaky, retry_policy=retry).add_node("ask", ask)
+    graph = builder.add_edge(START, "flaky").add_edge("flaky", "ask").compile(checkpointer=InMemorySaver())
+    config = {"configurable": {"thread_id": "1"}}
+    with scope(proxy):
+        graph.invoke({"n": 1}, config)
+        graph.invoke(Command(resume="yes"), config)
+    seen = runs_of(proxy)
+    assert [prompt for prompt, *_ in seen] == ["flaky one", "flaky two"] * 2 + ["ask"] * 2
+    (one, two, again, again_two, ask_one, ask_two) = seen
+    assert one[1:] == two[1:]
+    assert again[1:] == again_two[1:]
+    assert one[1] == again[1]
+    assert one[2] != again[2]
+    assert ask_one[1] == ask_two[1] != one[1]
+    assert len({one[2], again[2], ask_one[2], ask_two[2]}) == 4
+
+
+def test_a_task_of_the_functional_api_is_a_node_whose_result_is_kept(hooked, proxy, provider):
+    model = make_model(provider)
+
+    @task
+    def look(n: int) -> int:
+        model.invoke("task")
+        return n
+
+    @entrypoint(checkpointer=InMemorySaver())
+    def work(n: int) -> int:
+        look(n).result()
+        model.invoke("entry")
+        interrupt("may I?")
+        return n
+
+    config = {"configurable": {"thread_id": "1"}}
+    with scope(proxy):
+        work.invoke(1, config)
+        work.invoke(Command(resume="yes"), config)
+    (one, entry, entry_again) = runs_of(proxy)
+    assert [one[0], entry[0], entry_again[0]] == ["task", "entry", "entry"]
+    assert entry[1] == entry_again[1] != one[1]
+    assert len({one[2], entry[2], entry_again[2]}) == 3
+
+
+def test_an_agent_tells_its_name_and_a_node_of_the_same_name_is_one_run(hooked, proxy, provider):
+    agent = create_agent(make_model(provider), [], name="researcher")
+    team = StateGraph(MessagesState).add_node("researcher", agent).add_edge(START, "researcher").compile()
+    with scope(proxy):
+        agent.invoke({"messages": [HumanMessage("alone")]})
+        team.invoke({"messages": [HumanMessage("in a team")]})
+    alone, within = proxy.seen
+    assert alone.headers["x-art-agent"] == within.headers["x-art-agent"] == "researcher"
+    assert alone.headers["x-art-node"] == within.headers["x-art-node"] == "model"
+    assert within.headers["x-art-checkpoint-ns"].startswith("researcher%3A")
+    assert alone.headers["x-art-node-run-id"] != within.headers["x-art-node-run-id"]

@@ -14,7 +14,7 @@ from art_backends.display import StepLine
 from art_backends.errors import ControlError
 from art_backends.loop import run
 from art_backends.scenarios import Scenario
-from art_backends.trajectories import Call, CallStatus, Choice, Purpose, Rollout, Sampling
+from art_backends.trajectories import Call, CallStatus, Choice, Node, Purpose, Rollout, Sampling
 
 
 def a_call(rollout_id, *, constrained=False):
@@ -22,6 +22,7 @@ def a_call(rollout_id, *, constrained=False):
         id=f"call-{rollout_id}",
         rollout_id=rollout_id,
         status=CallStatus.OK,
+        node=Node(name="model", checkpoint_ns="agent:1|model:2"),
         sampling=Sampling(constrained=constrained),
         choices=[Choice(token_ids=[1], logprobs=[-0.5])],
     )

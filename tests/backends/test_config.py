@@ -16,6 +16,7 @@ OTHER: dict[str, Any] = {
     "folder": Path("elsewhere/run"),
     "init_adapter": Path("elsewhere/run/versions/policy@3"),
     "models": ["gpt-4o-mini", "gpt-4o"],
+    "nodes": ["agent", "team/writer"],
     "chat_template": Path("my.jinja"),
     "steps": 7,
     "groups_per_step": 3,

@@ -467,6 +467,15 @@ async def test_an_agent_whose_calls_are_all_constrained_is_told_before_training(
         assert not server.trained
 
 
+async def test_nodes_that_make_no_call_are_told_with_those_that_do(tmp_path):
+    server = MemoryServer()
+    with pytest.raises(NothingToLearnError, match=r"no model call came from agnt \(nodes\).*from: agent/model"):
+        await go(server, tmp_path, nodes=["agnt"])
+    assert not server.trained
+    await go(server, tmp_path, nodes=["agent"])
+    assert server.trained
+
+
 async def test_an_agent_without_captured_calls_is_told(tmp_path):
     with pytest.raises(NothingToLearnError, match="no model call that was captured"):
         await go(MemoryServer(calls=False), tmp_path)

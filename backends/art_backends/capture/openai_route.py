@@ -75,7 +75,7 @@ def headers_for(scope: Scope, node: NodeContext | None, headers: Any) -> list[tu
     if scope.ended:
         kept.append(("x-art-scope-ended", "1"))
     if node is not None:
-        for field in ("name", "step", "checkpoint_ns", "task_id", "run_id"):
+        for field in ("name", "step", "checkpoint_ns", "task_id", "node_run_id", "run_id", "agent"):
             value = getattr(node, field)
             if value is not None:
                 header = "x-art-node" if field == "name" else "x-art-" + field.replace("_", "-")

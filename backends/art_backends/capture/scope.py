@@ -34,7 +34,9 @@ class NodeContext:
     step: int | None = None
     checkpoint_ns: str | None = None
     task_id: str | None = None
+    node_run_id: str | None = None
     run_id: str | None = None
+    agent: str | None = None
     requests: int = 0
     parent: NodeContext | None = None
     done: bool = False

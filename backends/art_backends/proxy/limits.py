@@ -48,6 +48,7 @@ class Counters:
     exact: int = 0  # calls sent with an exact prompt
     constrained: int = 0  # calls under a grammar
     retries: int = 0  # calls that an SDK's retry replaced
+    reruns: int = 0  # calls of a node that was run again for the same task
     broken_control_tokens: int = 0  # strings in messages that spelled control tokens
     capture_lost: int = 0  # calls that could not be recorded
     refused_queue: int = 0  # refused: queue full

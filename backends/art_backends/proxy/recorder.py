@@ -1,7 +1,8 @@
 """The recorder: a call's intent before the engine is asked, its outcome before the agent may go on.
 
 It keeps the finished calls of live rollouts in memory (bounded; read from the store again after a restart or when a
-rollout was dropped), because the next call may continue one of them, and because an SDK's retry must be recognised.
+rollout was dropped), because the next call may continue one of them, and because what makes an earlier call void must
+be recognised: an SDK's retry of it, or another run of its node for the same task (a retry policy, a resumed interrupt).
 
 Trouble with the store is never the agent's: it is logged, counted, and marked on the rollout (``capture_lost``),
 which then must not train. It refuses to decide what trains beyond ``Call.excluded``.
@@ -27,6 +28,8 @@ from art_backends.proxy.prefix import RolloutIndex
 from art_backends.trajectories import Call, CallStatus, CaptureLevel, Node, Sampling
 
 log = logging.getLogger(__name__)
+
+RETRY, RERUN = "retry", "rerun"  # why a call is void: another took its place
 
 # Why an engine may end an answer that is not the policy's doing.
 _BROKEN_FINISH = frozenset({"abort", "error"})
@@ -61,7 +64,7 @@ class Recording:
     call: Call
     digest: bytes
     known: bool = True  # the store has the intent
-    replaced: bool = False  # an SDK's retry of it has come
+    replaced: str | None = None  # RETRY or RERUN, once such a call has come
     continued: bool = False  # a later call begins with its tokens: the agent got its answer
 
 
@@ -114,9 +117,12 @@ class Recorder:
             rollout.next += 1
             recording = Recording(context, call, digest(request))
             replaced = _replaced(rollout, recording) if retry else None
+            void = _earlier_runs(rollout, node)
             self._see(rollout, recording)
             if replaced is not None:
-                await self._replace(replaced)
+                await self._replace(replaced, RETRY)
+            for earlier in void:
+                await self._replace(earlier, RERUN)
             try:
                 await self._store.begin_call(call)
             except Exception as error:  # noqa: BLE001 - boundary: the agent is served whatever happens to the store
@@ -150,7 +156,7 @@ class Recorder:
         call = recording.call.model_copy(update={**changes, "status": status, "finished": time.time()})
         call = call.model_copy(update={"excluded": _excluded(recording, call)})
         recording.call = call
-        if call.status is CallStatus.OK and call.capture is CaptureLevel.TOKENS and not recording.replaced:
+        if call.status is CallStatus.OK and call.capture is CaptureLevel.TOKENS and recording.replaced is None:
             self._keep(self._rollouts[recording.context.id], call)
         await self._write(recording)
 
@@ -197,8 +203,9 @@ class Recorder:
             calls = []
         for call in calls:
             rollout.next = max(rollout.next, call.sequence + 1)
-            self._see(rollout, Recording(context, call, digest(call.request), replaced=call.excluded == "retry"))
-            if call.status is CallStatus.OK and call.capture is CaptureLevel.TOKENS and call.excluded != "retry":
+            replaced = call.excluded if call.excluded in (RETRY, RERUN) else None
+            self._see(rollout, Recording(context, call, digest(call.request), replaced=replaced))
+            if call.status is CallStatus.OK and call.capture is CaptureLevel.TOKENS and replaced is None:
                 self._keep(rollout, call)
         rollout.loaded = True
 
@@ -226,12 +233,15 @@ class Recorder:
         for known in rollout.kept:
             rollout.index.add(known)
 
-    async def _replace(self, earlier: Recording) -> None:
-        earlier.replaced = True
+    async def _replace(self, earlier: Recording, why: str) -> None:
+        earlier.replaced = why
         if earlier.call.status in (CallStatus.OK, CallStatus.OPEN):
-            self._counters.retries += 1
+            if why == RETRY:
+                self._counters.retries += 1
+            else:
+                self._counters.reruns += 1
         if earlier.call.status is CallStatus.OK:
-            earlier.call = earlier.call.model_copy(update={"excluded": "retry"})
+            earlier.call = earlier.call.model_copy(update={"excluded": why})
             await self._write(earlier)
 
     async def _write(self, recording: Recording) -> None:
@@ -255,12 +265,27 @@ def _excluded(recording: Recording, call: Call) -> str | None:
     reasons = {
         "cancelled": call.status is CallStatus.CANCELLED,
         "error": call.status is CallStatus.ERROR,
-        "retry": recording.replaced,
+        RETRY: recording.replaced == RETRY,
+        RERUN: recording.replaced == RERUN,
         "rollout_closed": recording.context.closed,
         "constrained": call.sampling.constrained,
         "abort": bool(broken),
     }
     return next((reason for reason, applies in reasons.items() if applies), call.excluded)
+
+
+def _earlier_runs(rollout: _Rollout, node: Node) -> list[Recording]:
+    """Calls of earlier runs of this node for the same task: what they led to was thrown away."""
+    if node.node_run_id is None or node.task_id is None:
+        return []
+    return [
+        earlier
+        for earlier in rollout.seen
+        if earlier.call.node.task_id == node.task_id
+        and earlier.call.node.checkpoint_ns == node.checkpoint_ns
+        and earlier.call.node.node_run_id not in (None, node.node_run_id)
+        and earlier.replaced is None
+    ]
 
 
 def _replaced(rollout: _Rollout, retry: Recording) -> Recording | None:
@@ -272,7 +297,7 @@ def _replaced(rollout: _Rollout, retry: Recording) -> Recording | None:
         for earlier in rollout.seen
         if earlier.digest == retry.digest
         and earlier.call.retry < retry.call.retry
-        and not earlier.replaced
+        and earlier.replaced is None
         and not earlier.continued
         and (run_id is None or earlier.call.node.run_id in (None, run_id))
     ]

@@ -119,7 +119,9 @@ def node(headers: Mapping[str, str]) -> Node:
         step=_whole(headers.get("x-art-step")),
         checkpoint_ns=text("checkpoint-ns"),
         task_id=text("task-id"),
+        node_run_id=text("node-run-id"),
         run_id=text("run-id"),
+        agent=text("agent"),
     )
 
 

@@ -13,7 +13,7 @@ hold its ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,11 +82,13 @@ class SequenceGroup:
         return min((*self.rewards, *self.unusable), default="")
 
 
-def build(groups: Iterable[TrajectoryGroup], *, vocabulary: int | None = None) -> list[SequenceGroup]:
+def build(
+    groups: Iterable[TrajectoryGroup], *, vocabulary: int | None = None, nodes: Collection[str] = ()
+) -> list[SequenceGroup]:
     """Sequences of a batch, ordered by rollout id: the order in which rollouts arrive does not matter.
 
-    ``vocabulary``: number of ids the model knows; answers with others are left out. Raises TrainingError if a
-    rollout id occurs twice.
+    ``vocabulary``: number of ids the model knows; answers with others are left out. ``nodes``: those whose answers
+    train (empty: all). Raises TrainingError if a rollout id occurs twice.
     """
     limit = _TOKEN_LIMIT if vocabulary is None else vocabulary
     result = []
@@ -96,14 +98,16 @@ def build(groups: Iterable[TrajectoryGroup], *, vocabulary: int | None = None) -
             if trajectory.rollout_id in seen:
                 raise TrainingError(f"rollout {trajectory.rollout_id} occurs twice in the batch; give each once")
             seen.add(trajectory.rollout_id)
-        result.append(_build_group(group, limit))
+        result.append(_build_group(group, limit, nodes))
     return sorted(result, key=lambda item: (item.first, item.name))
 
 
-def _build_group(group: TrajectoryGroup, limit: int) -> SequenceGroup:
+def _build_group(group: TrajectoryGroup, limit: int, chosen: Collection[str]) -> SequenceGroup:
     trajectories = sorted(group.trajectories, key=lambda item: item.rollout_id)
     usable = {item.rollout_id: item.reward for item in trajectories if math.isfinite(item.reward)}
-    answers = tuple(answer for item in trajectories for answer in _answers(item, limit, item.rollout_id in usable))
+    answers = tuple(
+        answer for item in trajectories for answer in _answers(item, limit, item.rollout_id in usable, chosen)
+    )
     samples = [answer.sample for answer in answers if answer.sample is not None]
     unusable = tuple(item.rollout_id for item in trajectories if item.rollout_id not in usable)
     nodes: dict[str, dict[str, float]] = {}
@@ -123,11 +127,13 @@ def forest(groups: Iterable[SequenceGroup]) -> list[Sample]:
     return sorted((sample for group in groups for sample in group.samples), key=_in_tree)
 
 
-def _answers(trajectory: Trajectory, limit: int, usable: bool) -> Iterable[Answer]:
+def _answers(trajectory: Trajectory, limit: int, usable: bool, chosen: Collection[str]) -> Iterable[Answer]:
     calls = sorted(trajectory.calls, key=lambda call: (call.sequence, call.id))
     for order, call in enumerate(calls):
+        meant = not chosen or call.node.within(chosen)
         for choice in call.choices or [Choice()]:
             reason = exclusion(call, choice, limit) if usable else "reward_not_finite"
+            reason = reason or (None if meant else "other_node")
             sample = None if reason is not None else _sample(trajectory.rollout_id, order, call, choice)
             yield Answer(trajectory.rollout_id, call.id, choice.index, sample, reason, call.node.name)
 

@@ -80,7 +80,8 @@ class Trainer:
         started = time.monotonic()
         self._check(request)
         config = request.config
-        groups = sequences.build(request.groups, vocabulary=self._vocabulary())
+        nodes = [] if request.imitate else config.nodes
+        groups = sequences.build(request.groups, vocabulary=self._vocabulary(), nodes=nodes)
         plan = advantages.imitation(groups) if request.imitate else advantages.plan(groups, config)
         tokens = report.call_tokens(groups, plan)
         committed = self._already(request, tokens)

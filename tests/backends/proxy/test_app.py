@@ -573,12 +573,15 @@ async def test_nodes_and_private_headers(w: World) -> None:
         "x-art-node": "plan%20it",
         "x-art-step": "3",
         "x-art-run-id": "u-1",
+        "x-art-node-run-id": "n-1",
+        "x-art-agent": "the%20one",
         "OpenAI-Organization": "secret",
         "x-mine": "1",
     }
     await say(w.sdk(), extra_headers=headers)
     node = w.store.only.node
     assert (node.name, node.step, node.run_id) == ("plan it", 3, "u-1")
+    assert (node.node_run_id, node.agent) == ("n-1", "the one")
     got = w.engine.chats[0].headers
     assert got["x-mine"] == "1"
     assert got["accept-encoding"] == "identity"

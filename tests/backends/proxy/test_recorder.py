@@ -194,3 +194,24 @@ async def test_a_broken_store_is_counted_and_marked_never_raised() -> None:
     recording = await begin(to, where)
     await finish(to, recording)
     assert where.capture_lost == 2  # the earlier calls and the intent
+
+
+def node(task: str, run: str | None) -> Node:
+    return Node(name="agent", checkpoint_ns=f"agent:{task}", task_id=task, node_run_id=run)
+
+
+async def test_a_node_that_is_run_again_voids_the_calls_of_its_earlier_run(store: AsyncStore) -> None:
+    to = recorder(store)
+    for at in (node("t1", "first"), node("t1", "first"), node("t2", "other"), node("t1", None), Node()):
+        await finish(to, await begin(to, context(), node=at))
+    in_flight = await begin(to, context(), node=node("t1", "first"))
+    await finish(to, await begin(to, context(), node=node("t1", "again")))
+    await finish(to, await begin(to, context(), node=node("t1", "again")))
+    await finish(to, in_flight)
+    found = [call.excluded for call in await store.calls("r1")]
+    assert found == ["rerun", "rerun", None, None, None, "rerun", None, None]
+    after = recorder(store)  # a restart knows it, too
+    await finish(after, await begin(after, context(), node=node("t1", "third")))
+    found = [call.excluded for call in await store.calls("r1")]
+    assert found == ["rerun", "rerun", None, None, None, "rerun", "rerun", "rerun", None]
+    assert (to._counters.reruns, after._counters.reruns) == (3, 2)

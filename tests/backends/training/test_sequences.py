@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from art_backends.errors import TrainingError
 from art_backends.training.sequences import branches, build, distinct_tokens, exclusion, follows
-from art_backends.trajectories import CallStatus, CaptureLevel, Sampling
+from art_backends.trajectories import CallStatus, CaptureLevel, Node, Sampling
 
 from tests.backends.training.conftest import make_call, make_group, rich_batch
 
@@ -93,6 +93,34 @@ def test_what_is_left_out_and_why(changes, reason):
     (group,) = build([make_group("g", ("r", 1.0, [call]))], vocabulary=61)
     assert [answer.reason for answer in group.answers] == [reason]
     assert len(group.samples) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "trained"),
+    [
+        ([], "abcd"),
+        (["agent"], "a"),
+        (["team"], "bc"),
+        (["writer"], "bd"),
+        (["team/writer"], "b"),
+        (["researcher"], "c"),
+        (["agent", "critic"], "ac"),
+        (["nobody"], ""),
+    ],
+)
+def test_only_chosen_nodes_train_and_the_rest_is_context(nodes, trained):
+    places = {
+        "a": Node(name="agent", checkpoint_ns="agent:1"),
+        "b": Node(name="writer", checkpoint_ns="team:2|writer:3"),
+        "c": Node(name="critic", checkpoint_ns="team:2|critic:4", agent="researcher"),
+        "d": Node(name="writer"),
+    }
+    calls = [
+        make_call(name, [1] * (at + 1), [2], sequence=at, node=node) for at, (name, node) in enumerate(places.items())
+    ]
+    (group,) = build([make_group("g", ("r", 1.0, calls))], nodes=nodes)
+    assert "".join(answer.call_id for answer in group.answers if answer.sample is not None) == trained
+    assert {answer.reason for answer in group.answers if answer.sample is None} <= {"other_node"}
 
 
 def test_an_answer_left_out_is_still_context():
