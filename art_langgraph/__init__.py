@@ -9,6 +9,7 @@ from art_backends.config import TrainConfig
 from art_backends.report import Report
 from art_backends.rewards.values import Run
 
+from art_langgraph.providers import delegate
 from art_langgraph.train import atrain, train
 
-__all__ = ["Report", "Run", "TrainConfig", "atrain", "train"]
+__all__ = ["Report", "Run", "TrainConfig", "atrain", "delegate", "train"]

@@ -8,8 +8,8 @@ app. It sets ContextVars of ``art_backends.capture`` in the very context in whic
 - the scope, where a run's metadata names its rollout (``{"metadata": {"art_rollout": id}}``): that tells the inputs
   of one ``batch`` apart, and repairs contexts that lost the scope on the way.
 
-A model call that ends without a request of the openai SDK (an LLM cache, or a model of another provider) is counted
-as ``no_request`` with the model's class.
+A model call that ends without a request of the openai SDK (an LLM cache, or a model that ``providers`` does not know)
+is counted as ``no_request`` with the model's class.
 
 It refuses to raise into the agent: its own trouble is counted as ``hook_errors``. It sees no tokens and changes no
 message.
@@ -37,6 +37,8 @@ from art_backends.capture.scope import (
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.globals import get_llm_cache
 from langchain_core.tracers.context import register_configure_hook
+
+from art_langgraph import providers
 
 ROLLOUT_KEY = "art_rollout"  # metadata key that names a run's rollout
 _MOST_RUNS = 100_000  # runs whose end never comes (an abandoned stream) must not pile up
@@ -164,6 +166,7 @@ class CaptureHook(BaseCallbackHandler):
         # One generate() of several prompts starts all its runs before the first request: then nobody can say which
         # request is whose, and none gets a run id.
         alone = int(told.get("batch_size") or 1) <= 1
+        providers.refresh()  # a class that the app has imported only now
         name = told.get("name") or ((serialized or {}).get("id") or ["?"])[-1]
         self._enter(run_id, metadata, model=str(name) if alone else "", model_run=alone)
 

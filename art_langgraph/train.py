@@ -27,6 +27,7 @@ from art_backends.scenarios import Scenario, load, split
 from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
+from art_langgraph import providers
 from art_langgraph.graphs import MakeInput, graph_warnings, load_graph, run_graph
 from art_langgraph.hook import cache_warning
 from art_langgraph.hook import install as install_hook
@@ -75,6 +76,7 @@ async def atrain(
         async with LocalServer(made) as backend:
             capture.install()
             install_hook()
+            providers.install()
             try:
                 return await run(
                     client=backend.client,
@@ -88,6 +90,7 @@ async def atrain(
                     sinks=list(sinks),
                 )
             finally:
+                providers.uninstall()
                 uninstall_hook()
                 capture.uninstall()
 

@@ -21,12 +21,14 @@ def hooked():
     """Capture is on: the route, the threads and the hook."""
     from art_backends import capture
 
-    from art_langgraph import hook
+    from art_langgraph import hook, providers
 
     errors = hook.HOOK.errors
     hook.install()
+    providers.install()
     with capture.installed():
         yield hook.HOOK
+    providers.uninstall()
     hook.uninstall()
     assert hook.HOOK.errors == errors
     assert not hook.HOOK._runs

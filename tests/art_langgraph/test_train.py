@@ -147,5 +147,5 @@ def test_the_door_is_open():
 
     assert art_langgraph.train is train
     assert art_langgraph.atrain is atrain
-    assert art_langgraph.__all__ == ["Report", "Run", "TrainConfig", "atrain", "train"]
+    assert art_langgraph.__all__ == ["Report", "Run", "TrainConfig", "atrain", "delegate", "train"]
     assert Path(art_langgraph.__file__).with_name("py.typed").exists()
