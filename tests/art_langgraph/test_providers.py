@@ -10,7 +10,6 @@ from art_backends.capture import rollout_scope
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_google_genai import ChatGoogleGenerativeAI
 from langchain_ollama import ChatOllama
@@ -190,28 +189,6 @@ async def test_an_agent_with_tools_keeps_its_history(kind, proxy, provider):
     assert {seen.headers["x-art-node"] for seen in proxy.seen} == {"model"}
 
 
-def test_messages_in_a_providers_own_form_become_plain():
-    given = [
-        SystemMessage([{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]),
-        HumanMessage("ask"),
-        AIMessage(
-            [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
-                {"type": "text", "text": "Let me look."},
-                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
-            ],
-            tool_calls=[{"name": "weather", "args": {"city": "Oslo"}, "id": "t1"}],
-        ),
-        ToolMessage([{"type": "text", "text": "sunny"}], tool_call_id="t1"),
-        HumanMessage([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:x"}}]),
-    ]
-    plain = providers.plain_messages(given)
-    assert [message.content for message in plain[:4]] == ["Be brief.", "ask", "Let me look.", "sunny"]
-    assert plain[2].tool_calls[0]["args"] == {"city": "Oslo"}
-    assert plain[4].content == given[4].content
-    assert given[2].content[0]["type"] == "thinking"  # the app's own message is as it was
-
-
 def test_a_tool_that_only_the_provider_has_is_left_to_it_and_counted(proxy, provider):
     model = make("anthropic", provider.url)
     provider.fail_next = [400]
@@ -220,21 +197,6 @@ def test_a_tool_that_only_the_provider_has_is_left_to_it_and_counted(proxy, prov
         model.bind_tools([search]).invoke("ask")
     assert (len(provider.seen), len(proxy.seen)) == (1, 0)
     assert inside.details["not_captured"] == {"ChatAnthropic: the provider's own tool web_search": 1}
-
-
-def test_googles_function_declarations_become_tools():
-    declared = {
-        "name": "weather",
-        "description": "The weather.",
-        "parameters": {"type": "OBJECT", "properties": {"city": {"type": "STRING"}}, "required": ["city"]},
-    }
-    config = {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["weather"]}}
-    model = make("google", "http://127.0.0.1:9")
-    found = providers.options(model, {"tools": [{"function_declarations": [declared]}], "tool_config": config})
-    function = found["tools"][0]["function"]
-    assert function["parameters"]["type"] == "object"
-    assert function["parameters"]["properties"]["city"]["type"] == "string"
-    assert found["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
 
 
 def test_the_policys_errors_are_the_openai_sdks(proxy, provider):
