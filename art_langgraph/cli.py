@@ -1,4 +1,8 @@
-"""``art-langgraph train my_app:graph --scenarios tasks.jsonl --reward my_rewards:score``: train from a terminal.
+"""``art-langgraph``: train a graph from a terminal, and look at it before.
+
+    art-langgraph inspect my_app:graph                               what it is made of; nothing runs
+    art-langgraph check my_app:graph --scenarios tasks.jsonl         one scenario runs; what is captured of it
+    art-langgraph train my_app:graph --scenarios tasks.jsonl --reward my_rewards:score
 
 Every setting of TrainConfig is an option; the app is found from the current folder, as with ``python -m``. What is
 wrong is one clear line on standard error and exit code 2 (an error in the app comes with the app's own traceback);
@@ -8,11 +12,15 @@ Ctrl-C is exit code 130, and the same command goes on. It refuses to show traceb
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,8 +33,13 @@ from art_backends.config import add_arguments, from_arguments
 from art_backends.display import make_display
 from art_backends.errors import ArtError, ConfigError
 from art_backends.report import summary
+from art_backends.scenarios import load
+from art_backends.waiting import run_to_end
 from rich.console import Console
 
+from art_langgraph.check import check, lines
+from art_langgraph.graphs import load_graph
+from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
 from art_langgraph.train import train
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
@@ -71,6 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     add_arguments(training)
     training.set_defaults(run=_train)
+    looking = commands.add_parser("inspect", help="show a graph's models and where their calls would go; runs nothing")
+    looking.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
+    looking.add_argument(
+        "--models", nargs="+", default=[], metavar="NAME", help="model names of the policy (none: all)"
+    )
+    looking.add_argument("--json", action="store_true", help="as JSON")
+    looking.set_defaults(run=_inspect)
+    checking = commands.add_parser("check", help="run one scenario and show what is captured and would be trained")
+    checking.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
+    checking.add_argument("--scenarios", type=Path, required=True, metavar="FILE", help="JSON Lines: a scenario a line")
+    checking.add_argument("--scenario", metavar="ID", help="which one (default: the first)")
+    checking.add_argument("--to-input", metavar="MODULE:ATTR", help="function that makes the graph's input")
+    checking.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
+    add_arguments(checking, skip=frozenset({"folder"}))
+    checking.set_defaults(run=_check)
     return parser
 
 
@@ -89,6 +117,32 @@ def _train(options: argparse.Namespace) -> None:
     )
     for line in summary(report, config.folder):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    found = asyncio.run(_inspected(options.graph, options.models))
+    if options.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+        return
+    sys.stdout.write("\n".join(inspection_lines(found)) + "\n")
+
+
+async def _inspected(spec: str, models: list[str]) -> Inspection:
+    async with load_graph(spec) as loaded:
+        return inspect_graph(loaded.graph, models)
+
+
+def _check(options: argparse.Namespace) -> None:
+    given = from_arguments(options, options.config)
+    scenarios = load(options.scenarios)
+    named = [item for item in scenarios if options.scenario in (None, item.id)]
+    if not named:
+        raise ConfigError(f"--scenario {options.scenario}: {options.scenarios} has no scenario of that id")
+    to_input = None if options.to_input is None else load_function(options.to_input, "--to-input")
+    with tempfile.TemporaryDirectory(prefix="art-check-") as folder:
+        config = given.model_copy(update={"folder": Path(folder)})
+        checked = run_to_end(check(options.graph, named[0], config, to_input=to_input), threads=8)
+    sys.stdout.write("\n".join(lines(checked)) + "\n")
 
 
 def _held_out(value: str | None) -> str | float | None:

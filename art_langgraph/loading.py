@@ -27,6 +27,7 @@ from art_backends.errors import GraphError
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.tools import BaseTool
 from langgraph.graph import StateGraph
+from langgraph.pregel.protocol import PregelProtocol
 
 LANGGRAPH_JSON = "langgraph.json"
 
@@ -153,10 +154,8 @@ def graphs_of(module: ModuleType) -> list[str]:
 
 
 def _looks_like_graph(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    # ainvoke alone would take in every Runnable: chains, models and tools.
-    return isinstance(value, StateGraph) or (hasattr(value, "ainvoke") and hasattr(value, "stream_channels"))
+    # By class: a configurable model makes a client when it is asked for an attribute that it does not have.
+    return isinstance(value, (StateGraph, PregelProtocol))
 
 
 def _listed(names: list[str]) -> str:

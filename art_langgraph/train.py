@@ -32,6 +32,7 @@ from art_langgraph.graphs import MakeInput, graph_warnings, load_graph, run_grap
 from art_langgraph.hook import cache_warning
 from art_langgraph.hook import install as install_hook
 from art_langgraph.hook import uninstall as uninstall_hook
+from art_langgraph.inspection import inspect_graph, routing_warnings
 
 Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
 
@@ -70,7 +71,8 @@ async def atrain(
         return await run_graph(loaded, scenario, to_input=to_input)
 
     async with loaded:
-        for warning in filter(None, [*graph_warnings(loaded), cache_warning()]):
+        found = inspect_graph(loaded.graph, made.models)
+        for warning in filter(None, [*graph_warnings(loaded), cache_warning(), *routing_warnings(found, made.models)]):
             shown.warn(warning)
         shown.note(f"starting the server on {made.folder}")
         async with LocalServer(made) as backend:

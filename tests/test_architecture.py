@@ -36,6 +36,7 @@ FLOORS = {
     "failures": 2,
     "stacks": 2,
     "watchdog": 2,
+    "exclusion": 2,
     "playing": 3,
     "checks": 3,
     "sft": 3,

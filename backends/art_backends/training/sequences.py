@@ -6,8 +6,8 @@ by their ids, samples are in the depth-first order of their prefix tree: what tw
 in the tree.
 
 Numpy only. It refuses to re-tokenise, and to train a token whose id or logprob was not recorded: such answers are
-left out with a reason (``exclusion``). An answer that is left out may still be context of later calls, whose prompts
-hold its ids.
+left out with a reason (see ``exclusion``). An answer that is left out may still be context of later calls, whose
+prompts hold its ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from art_backends.errors import TrainingError
-from art_backends.trajectories import Call, CallStatus, CaptureLevel, Choice, Trajectory, TrajectoryGroup
+from art_backends.exclusion import TOKEN_LIMIT, exclusion
+from art_backends.trajectories import Call, Choice, Trajectory, TrajectoryGroup
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-_TOKEN_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def build(
     ``vocabulary``: number of ids the model knows; answers with others are left out. ``nodes``: those whose answers
     train (empty: all). Raises TrainingError if a rollout id occurs twice.
     """
-    limit = _TOKEN_LIMIT if vocabulary is None else vocabulary
+    limit = TOKEN_LIMIT if vocabulary is None else vocabulary
     result = []
     seen: set[str] = set()
     for group in groups:
@@ -130,36 +129,10 @@ def forest(groups: Iterable[SequenceGroup]) -> list[Sample]:
 def _answers(trajectory: Trajectory, limit: int, usable: bool, chosen: Collection[str]) -> Iterable[Answer]:
     calls = sorted(trajectory.calls, key=lambda call: (call.sequence, call.id))
     for order, call in enumerate(calls):
-        meant = not chosen or call.node.within(chosen)
         for choice in call.choices or [Choice()]:
-            reason = exclusion(call, choice, limit) if usable else "reward_not_finite"
-            reason = reason or (None if meant else "other_node")
+            reason = exclusion(call, choice, limit, chosen) if usable else "reward_not_finite"
             sample = None if reason is not None else _sample(trajectory.rollout_id, order, call, choice)
             yield Answer(trajectory.rollout_id, call.id, choice.index, sample, reason, call.node.name)
-
-
-def exclusion(call: Call, choice: Choice, limit: int = _TOKEN_LIMIT) -> str | None:
-    """Why this answer must not train, in a word, or None."""
-    sampling = call.sampling
-    sampled = choice.token_ids
-    checks = (
-        (call.status is not CallStatus.OK, call.status.value),
-        (call.excluded is not None, call.excluded),
-        (call.capture is not CaptureLevel.TOKENS, "capture"),
-        (sampling.constrained, "constrained"),
-        (sampling.top_p < 1 or sampling.top_k > 0, "truncated_sampling"),
-        (not sampling.temperature > 0, "greedy"),
-        (not sampled, "empty"),
-        (not call.prompt_token_ids, "no_prompt"),
-        (len(sampled) != len(choice.logprobs), "logprob_mismatch"),
-        (not all(math.isfinite(value) for value in choice.logprobs), "logprob_not_finite"),
-        (not _known(call.prompt_token_ids, limit) or not _known(sampled, limit), "unknown_token"),
-    )
-    return next((reason for failed, reason in checks if failed), None)
-
-
-def _known(ids: Sequence[int], limit: int) -> bool:
-    return not ids or (min(ids) >= 0 and max(ids) < limit)
 
 
 def _sample(rollout_id: str, order: int, call: Call, choice: Choice) -> Sample:

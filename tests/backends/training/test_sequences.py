@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 from art_backends.errors import TrainingError
-from art_backends.training.sequences import branches, build, distinct_tokens, exclusion, follows
+from art_backends.exclusion import exclusion
+from art_backends.training.sequences import branches, build, distinct_tokens, follows
 from art_backends.trajectories import CallStatus, CaptureLevel, Node, Sampling
 
 from tests.backends.training.conftest import make_call, make_group, rich_batch

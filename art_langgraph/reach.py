@@ -1,0 +1,88 @@
+"""What an object holds that may lead to a model: attributes, elements, closures, globals that a function names.
+
+It refuses to call anything, and to look into what libraries keep for themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_ITEMS = 1_000  # elements of one container
+# Modules whose functions' globals say nothing about the app.
+_LIBRARIES = frozenset({"langchain", "langgraph", "openai", "anthropic", "google", "ollama", "pydantic", "httpx"})
+# Of these, objects that are built to hold others.
+_HOLDERS = frozenset({"langchain", "langchain_core", "langchain_classic", "langgraph", "functools"})
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType)
+
+
+def within(value: Any) -> Iterator[Any]:
+    """What a value holds that may lead to a model."""
+    if isinstance(value, Mapping):
+        yield from list(value.values())[:_ITEMS]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value)[:_ITEMS]
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif not isinstance(value, (type, *PLAIN)) and _may_hold(type(value)):
+        yield from _attributes(value)
+
+
+def _of_function(function: Callable[..., Any]) -> Iterator[Any]:
+    assert isinstance(function, types.FunctionType)
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield getattr(function, "__wrapped__", None)
+    if not _is_library(function.__module__):
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                yield function.__globals__[name]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_library(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    return root in sys.stdlib_module_names or root in _LIBRARIES or root.startswith(("langchain_", "langgraph_"))
+
+
+def _may_hold(cls: type) -> bool:
+    """Objects of the app's classes, and of LangChain's that are built to hold others."""
+    return cls.__module__.partition(".")[0] in _HOLDERS or not _is_library(cls.__module__)
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    held = _stored(value, "__dict__")
+    if isinstance(held, Mapping):
+        yield from list(held.values())[:_ITEMS]
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) or ()]
+    for name in slots:
+        if isinstance(name, str) and (not name.startswith("__") or name == "__pydantic_private__"):
+            yield _stored(value, name)
+
+
+def _stored(value: Any, name: str) -> Any:
+    """An attribute that is there; its class's own ``__getattr__``, which may do anything, is not asked."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None

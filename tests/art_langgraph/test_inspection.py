@@ -1,0 +1,218 @@
+"""What a graph is made of, found without running it: nothing here may call a model."""
+
+import functools
+import sys
+import types
+
+import anthropic
+import openai
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
+from langchain.chat_models import init_chat_model
+from langchain_anthropic import ChatAnthropic
+from langchain_core.language_models.fake_chat_models import FakeListChatModel
+from langchain_core.messages import SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda
+from langchain_core.tools import tool
+from langchain_openai import AzureChatOpenAI, ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+from pydantic import BaseModel
+
+from art_langgraph.inspection import inspect_graph, inspection_lines, routing_warnings
+
+PROMPT = [SystemMessage("x" * 400)]
+shared = ChatOpenAI(model="global", api_key="k")
+raw = openai.AsyncOpenAI(api_key="k")
+other_sdk = anthropic.Anthropic(api_key="k")
+
+
+def graph_of(**nodes):
+    builder = StateGraph(MessagesState)
+    for name, node in nodes.items():
+        builder.add_node(name, node)
+        builder.add_edge(START, name)
+    return builder.compile()
+
+
+def models_of(graph, models=()):
+    return {(model.kind, model.name, model.node, model.route) for model in inspect_graph(graph, models).models}
+
+
+def by_global(state):
+    return shared.invoke(PROMPT)
+
+
+async def by_client(state):
+    return await raw.chat.completions.create(model="gpt", messages=[])
+
+
+def by_other_client(state):
+    return other_sdk.messages.create()
+
+
+def per_call(state):
+    def deeper():
+        return ChatOpenAI(model="late").invoke("x")
+
+    return deeper()
+
+
+def by_factory(state):
+    return init_chat_model("gpt-4o").invoke("x")
+
+
+def ask(model, state):
+    return model.invoke("x")
+
+
+def with_default(default):
+    def node(state, *, model=default):
+        return model.invoke("x")
+
+    return node
+
+
+class Holder:
+    def __init__(self, model):
+        self.held = {"models": [model]}
+
+    def node(self, state):
+        return self.held["models"][0].invoke("x")
+
+    def __call__(self, state):
+        return self.node(state)
+
+
+def named(name):
+    return ChatOpenAI(model=name, api_key="k")
+
+
+def in_closure():
+    model = named("closure").bind_tools([lookup])
+    return lambda state: model.invoke("x")
+
+
+@tool
+def lookup(key: str) -> str:
+    """Look a key up, in a place that has a long description of what it is good for."""
+    return shared.invoke(key).text
+
+
+KINDS = {
+    "global": (lambda: by_global, ("ChatOpenAI", "global", "policy")),
+    "client": (lambda: by_client, ("openai.AsyncOpenAI", "?", "policy")),
+    "other sdk": (lambda: by_other_client, ("anthropic.Anthropic", "?", "provider")),
+    "per call": (lambda: per_call, ("ChatOpenAI", "?", "policy")),
+    "factory": (lambda: by_factory, ("init_chat_model", "?", "unknown")),
+    "method": (lambda: Holder(named("m")).node, ("ChatOpenAI", "m", "policy")),
+    "object": (lambda: Holder(named("m")), ("ChatOpenAI", "m", "policy")),
+    "partial": (lambda: functools.partial(ask, named("m")), ("ChatOpenAI", "m", "policy")),
+    "default": (lambda: with_default(named("m")), ("ChatOpenAI", "m", "policy")),
+    "chain": (lambda: ChatPromptTemplate.from_messages([("user", "{x}")]) | named("m"), ("ChatOpenAI", "m", "policy")),
+    "lambda": (lambda: RunnableLambda(Holder(named("m")).node), ("ChatOpenAI", "m", "policy")),
+    "binding": (lambda: named("m").with_config(tags=["t"]).with_retry(), ("ChatOpenAI", "m", "policy")),
+    "anthropic": (lambda: ChatAnthropic(model="c", api_key="k"), ("ChatAnthropic", "c", "policy")),
+    "configurable": (
+        lambda: functools.partial(ask, init_chat_model("m", model_provider="openai", configurable_fields=("model",))),
+        ("init_chat_model", "m", "unknown"),
+    ),
+    "stand-in": (lambda: FakeListChatModel(responses=["x"]), ("FakeListChatModel", "FakeListChatModel", "provider")),
+    "azure": (
+        lambda: AzureChatOpenAI(
+            azure_deployment="d", model="m", azure_endpoint="https://a", api_version="1", api_key="k"
+        ),
+        ("AzureChatOpenAI", "m", "policy"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_are_found_wherever_a_node_keeps_them(kind, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    make, (cls, name, route) = KINDS[kind]
+    assert (cls, name, "ask", route) in models_of(graph_of(ask=make()))
+
+
+def test_closures_tools_subgraphs_agents_and_middleware():
+    summary = SummarizationMiddleware(model=named("summary"), trigger=("tokens", 100))
+    agent = create_agent(named("inner"), [lookup], middleware=[summary])
+    graph = graph_of(plain=in_closure(), team=graph_of(writer=named("writer")), agent=agent)
+    assert models_of(graph) == {
+        ("ChatOpenAI", "closure", "plain", "policy"),
+        ("ChatOpenAI", "writer", "team/writer", "policy"),
+        ("ChatOpenAI", "inner", "agent/model", "policy"),
+        ("ChatOpenAI", "summary", "agent/SummarizationMiddleware.before_model", "policy"),
+        ("ChatOpenAI", "global", "agent/model", "policy"),  # the tool's
+    }
+    found = inspect_graph(graph)
+    assert found.tools == ["lookup"]
+    assert {"plain", "team", "team/writer", "agent/tools"} <= set(found.nodes)
+    assert 15 < found.prompt_tokens < 200
+    assert inspect_graph(graph_of(ask=by_global)).prompt_tokens == 100
+
+
+def test_other_names_stay_with_their_provider():
+    graph = graph_of(a=named("mine"), b=named("theirs"))
+    assert models_of(graph, ["mine"]) == {
+        ("ChatOpenAI", "mine", "a", "policy"),
+        ("ChatOpenAI", "theirs", "b", "provider"),
+    }
+    assert inspect_graph(graph, ["mine"]).lost == []
+    assert routing_warnings(inspect_graph(graph, ["mine"]), ["mine"]) == []
+    (warning,) = routing_warnings(inspect_graph(graph, ["mien"]), ["mien"])
+    assert "mien" in warning
+    assert "mine, theirs" in warning
+
+
+def test_what_cannot_be_captured_is_told_by_name():
+    class Own(FakeListChatModel):
+        pass
+
+    Own.__module__ = "my_app"
+    found = inspect_graph(graph_of(own=Own(responses=["x"]), sdk=by_other_client))
+    own, sdk = routing_warnings(found)
+    assert "Own in own" in own
+    assert "art_langgraph.delegate" in own
+    assert "anthropic.Anthropic in sdk" in sdk
+    text = "\n".join(inspection_lines(found))
+    assert "Own 'Own' in own → its provider" in text
+    assert "nodes: own, sdk" in text
+
+
+def test_a_graph_without_models_says_where_to_look_next():
+    found = inspect_graph(graph_of(ask=lambda state: {}))
+    assert found.models == []
+    assert "art-langgraph check" in "\n".join(inspection_lines(found))
+    assert routing_warnings(found, ["gpt"]) == []
+
+
+def test_odd_objects_do_no_harm():
+    class Odd:
+        __slots__ = ("empty", "model")
+
+        def __init__(self):
+            self.model = named("slot")
+
+        def __getattr__(self, name):
+            raise RuntimeError("not to be asked")
+
+        def __call__(self, state):
+            return self.model.invoke("x")
+
+    class Settings(BaseModel):
+        model_config = {"arbitrary_types_allowed": True}
+        model: object
+
+    loop = {"model": named("loop")}
+    loop["self"] = loop
+    module = types.ModuleType("my_module")
+    module.model = named("module")
+    sys.modules["my_module"] = module
+    try:
+        nodes = {"a": functools.partial(ask, Odd()), "b": lambda state: loop, "c": Settings(model=named("pydantic"))}
+        graph = graph_of(a=nodes["a"], b=nodes["b"], c=functools.partial(lambda settings, state: {}, nodes["c"]))
+        assert {name for _, name, *_ in models_of(graph)} == {"slot", "loop", "pydantic"}
+    finally:
+        del sys.modules["my_module"]

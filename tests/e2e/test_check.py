@@ -1,0 +1,39 @@
+"""A graph is looked at before it is trained: `inspect` runs nothing, `check` runs one scenario."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_inspect_runs_nothing(project: Any) -> None:
+    done = project.call("art-langgraph", "inspect", "my_app:graph")
+    assert (done.code, done.err) == (0, "")
+    assert "nodes: agent, tools" in done.out
+    assert "tools: stock, arrival" in done.out
+    assert "ChatOpenAI 'gpt-4o-mini' in agent → the policy" in done.out
+    found = json.loads(project.call("art-langgraph", "inspect", "my_app:graph", "--json", "--models", "x").out)
+    assert [(model["name"], model["route"]) for model in found["models"]] == [("gpt-4o-mini", "provider")]
+    assert not project.run.exists()
+    wrong = project.call("art-langgraph", "inspect", "my_app:stock")
+    assert wrong.code == 2
+    assert "not a graph" in wrong.err
+
+
+def test_check_shows_what_would_train(project: Any) -> None:
+    arguments = ["check", "my_app:graph", "--scenarios", "tasks.jsonl", "--base-model", str(project.model)]
+    done = project.call("art-langgraph", *arguments, "--threads", "1", "--nodes", "agent")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"^call 0  agent  gpt-4o-mini  begins a branch, \d+ prompt tokens$", done.out, re.MULTILINE)
+    assert re.search(r"^  call 1  agent  gpt-4o-mini  continues call 0, \d+ prompt tokens$", done.out, re.MULTILINE)
+    sampled = [int(count) for count in re.findall(r"(\d+) tokens sampled, \w+; trains", done.out)]
+    assert f"{sum(sampled)} of {sum(sampled)} sampled tokens would train; 1 branch, 0 drifted calls" in done.out
+    assert not project.run.exists()
+    unknown = project.call("art-langgraph", *arguments, "--scenario", "nobody")
+    assert unknown.code == 2
+    assert "has no scenario of that id" in unknown.err
