@@ -7,8 +7,9 @@ closed without a reward: it never trains. It refuses to judge the agent; it show
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from art_backends import capture
@@ -23,7 +24,7 @@ from art_backends.trajectories import Call, Purpose, Rollout
 from art_backends.waiting import OverdueError, bounded
 
 from art_langgraph import providers
-from art_langgraph.graphs import MakeInput, load_graph, run_graph
+from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.hook import install as install_hook
 from art_langgraph.hook import uninstall as uninstall_hook
 
@@ -40,14 +41,22 @@ class Checked:
     nodes: list[str]  # of the configuration: those that would train
 
 
-async def check(graph: Any, scenario: Scenario, config: TrainConfig, *, to_input: MakeInput | None = None) -> Checked:
+async def check(
+    graph: Any,
+    scenario: Scenario,
+    config: TrainConfig,
+    *,
+    to_input: MakeInput | None = None,
+    on_interrupt: OnInterrupt | None = None,
+) -> Checked:
     """Run the graph on one scenario against a server on ``config.folder``. Raises ArtError."""
     async with load_graph(graph) as loaded, LocalServer(config) as server:
+        agent = partial(run_graph, loaded, to_input=to_input, on_interrupt=on_interrupt)
         capture.install()
         install_hook()
         providers.install()
         try:
-            return await _run(loaded, scenario, config, server.client, to_input)
+            return await _run(agent, scenario, config, server.client)
         finally:
             providers.uninstall()
             uninstall_hook()
@@ -55,7 +64,7 @@ async def check(graph: Any, scenario: Scenario, config: TrainConfig, *, to_input
 
 
 async def _run(
-    loaded: Any, scenario: Scenario, config: TrainConfig, client: Client, to_input: MakeInput | None
+    agent: Callable[[Any], Coroutine[Any, Any, Any]], scenario: Scenario, config: TrainConfig, client: Client
 ) -> Checked:
     before = outside_requests()
     opened = await client.open_rollout(
@@ -64,7 +73,7 @@ async def _run(
     ended = None
     with rollout_scope(opened.base_url, opened.token, opened.id, config.models) as scope:
         try:
-            await bounded(run_graph(loaded, dict(scenario.data), to_input=to_input), config.rollout_timeout)
+            await bounded(agent(dict(scenario.data)), config.rollout_timeout)
         except OverdueError:
             ended = f"the agent did not end within {config.rollout_timeout:g} s (rollout_timeout)"
         except asyncio.CancelledError:

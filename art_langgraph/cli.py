@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--held-out", metavar="FILE|SHARE", help="scenarios to measure success on: a file, or a share such as 0.2"
     )
-    training.add_argument("--to-input", metavar="MODULE:ATTR", help="function that makes the graph's input")
+    _add_functions(training)
     training.add_argument("--success", metavar="MODULE:ATTR", help="function that judges a run: success or not")
     training.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     add_arguments(training)
@@ -95,11 +95,25 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
     checking.add_argument("--scenarios", type=Path, required=True, metavar="FILE", help="JSON Lines: a scenario a line")
     checking.add_argument("--scenario", metavar="ID", help="which one (default: the first)")
-    checking.add_argument("--to-input", metavar="MODULE:ATTR", help="function that makes the graph's input")
+    _add_functions(checking)
     checking.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     add_arguments(checking, skip=frozenset({"folder"}))
     checking.set_defaults(run=_check)
     return parser
+
+
+def _add_functions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to-input", metavar="MODULE:ATTR", help="function that makes the graph's input")
+    parser.add_argument("--on-interrupt", metavar="MODULE:ATTR", help="function that answers the graph's interrupts")
+
+
+def _functions(options: argparse.Namespace) -> dict[str, Any]:
+    """The user's functions that both commands take, by parameter."""
+    given = {"to_input": options.to_input, "on_interrupt": options.on_interrupt}
+    return {
+        name: None if spec is None else load_function(spec, "--" + name.replace("_", "-"))
+        for name, spec in given.items()
+    }
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -110,7 +124,7 @@ def _train(options: argparse.Namespace) -> None:
         scenarios=options.scenarios,
         reward=load_function(options.reward, "--reward"),
         held_out=_held_out(options.held_out),
-        to_input=None if options.to_input is None else load_function(options.to_input, "--to-input"),
+        **_functions(options),
         success=None if options.success is None else load_function(options.success, "--success"),
         config=config,
         display=make_display(console),
@@ -138,10 +152,10 @@ def _check(options: argparse.Namespace) -> None:
     named = [item for item in scenarios if options.scenario in (None, item.id)]
     if not named:
         raise ConfigError(f"--scenario {options.scenario}: {options.scenarios} has no scenario of that id")
-    to_input = None if options.to_input is None else load_function(options.to_input, "--to-input")
+    functions = _functions(options)
     with tempfile.TemporaryDirectory(prefix="art-check-") as folder:
         config = given.model_copy(update={"folder": Path(folder)})
-        checked = run_to_end(check(options.graph, named[0], config, to_input=to_input), threads=8)
+        checked = run_to_end(check(options.graph, named[0], config, **functions), threads=8)
     sys.stdout.write("\n".join(lines(checked)) + "\n")
 
 

@@ -21,15 +21,28 @@ from art_backends.capture.scope import current_scope
 from art_backends.errors import ScenarioError
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.types import Command
 from pydantic import BaseModel
 
 from art_langgraph.hook import ROLLOUT_KEY
 from art_langgraph.loading import LoadedGraph, load_graph
 
-__all__ = ["LoadedGraph", "MakeInput", "graph_warnings", "load_graph", "make_input", "run_graph", "to_json"]
+__all__ = [
+    "LoadedGraph",
+    "MakeInput",
+    "OnInterrupt",
+    "graph_warnings",
+    "load_graph",
+    "make_input",
+    "run_graph",
+    "to_json",
+]
 
 MakeInput = Callable[[Any], Any | Awaitable[Any]]
+OnInterrupt = Callable[[Any, list[Any]], Any | Awaitable[Any]]
 
+_INTERRUPT = "__interrupt__"
+_MOST_INTERRUPTS = 1000  # of one run
 _DEEPEST = 64  # levels of nesting that an output keeps
 
 
@@ -38,30 +51,55 @@ async def run_graph(
     scenario: Any,
     *,
     to_input: MakeInput | None = None,
+    on_interrupt: OnInterrupt | None = None,
     recursion_limit: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run the graph on one scenario and return its final state, JSON-able.
 
-    ``to_input`` makes the graph's input of a scenario (may be async; default: ``make_input``). ``config`` is merged
-    beneath ours: its ``configurable``, callbacks, tags and metadata stay. Whatever the graph raises is raised;
-    ScenarioError if there is no input to be made of the scenario (that is no failure of the agent's).
+    ``to_input`` makes the graph's input of a scenario (may be async; default: ``make_input``). Where the graph
+    interrupts itself, it is resumed with what ``on_interrupt(scenario, values)`` returns (may be async; default: the
+    next item of the scenario's ``resume`` list; of several interrupts at once, a list with an answer for each); without
+    an answer the run ends there. ``config`` is merged beneath
+    ours: its ``configurable``, callbacks, tags and metadata stay. Whatever the graph raises is raised; ScenarioError if
+    there is no input to be made of the scenario (that is no failure of the agent's).
     """
     loaded = graph if isinstance(graph, LoadedGraph) else load_graph(graph)
     await loaded.open()
-    if to_input is None:
-        value = make_input(loaded.graph, scenario)
-    else:
-        try:
-            value = to_input(scenario)
-            if inspect.isawaitable(value):
-                value = await value
-        except Exception as error:  # boundary: the user's function; its failure is none of the agent's
-            name = getattr(to_input, "__qualname__", repr(to_input))
-            raise ScenarioError(
-                f"{name} could not make the graph's input of {str(scenario)[:200]}: {type(error).__name__}: {error}"
-            ) from error
-    return to_json(await _invoke(loaded.graph, value, _config(config, recursion_limit)))
+    value = make_input(loaded.graph, scenario) if to_input is None else await _users(to_input, "input", scenario)
+    settings = _config(config, recursion_limit)
+    state = await _invoke(loaded.graph, value, settings)
+    answers = _answers(scenario)
+    for _ in range(_MOST_INTERRUPTS):
+        asked = state.get(_INTERRUPT) if isinstance(state, Mapping) else None
+        if not asked or (on_interrupt is None and not answers):
+            break
+        values = [getattr(item, "value", item) for item in asked]
+        answer = answers.pop(0) if on_interrupt is None else await _users(on_interrupt, "answer", scenario, values)
+        if len(asked) > 1:
+            if not isinstance(answer, list) or len(answer) != len(asked):
+                raise ScenarioError(f"the graph waits for {len(asked)} answers at once: give a list of as many")
+            answer = {item.id: one for item, one in zip(asked, answer, strict=True)}
+        state = await _invoke(loaded.graph, Command(resume=answer), settings)
+    return to_json(state)
+
+
+async def _users(function: Callable[..., Any], what: str, scenario: Any, *more: Any) -> Any:
+    """What a function of the user's makes of the scenario; its failure is none of the agent's."""
+    try:
+        value = function(scenario, *more)
+        return await value if inspect.isawaitable(value) else value
+    except Exception as error:  # boundary: the user's function
+        name = getattr(function, "__qualname__", repr(function))
+        raise ScenarioError(
+            f"{name} could not make the graph's {what} of {str(scenario)[:200]}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _answers(scenario: Any) -> list[Any]:
+    """The scenario's own answers to interrupts: a list, or the only one."""
+    given = scenario.get("resume", []) if isinstance(scenario, Mapping) else []
+    return list(given) if isinstance(given, list) else [given]
 
 
 def _config(config: Mapping[str, Any] | None, recursion_limit: int | None) -> dict[str, Any]:
@@ -117,7 +155,7 @@ def make_input(graph: Any, scenario: Any) -> Any:
             f"The graph takes messages, and the scenario has only {', '.join(map(repr, scenario)) or 'nothing'}. Give "
             "it a 'messages', 'input' or 'question' key, or a function that makes the graph's input."
         )
-    return dict(scenario)
+    return {key: value for key, value in scenario.items() if key != "resume" or key in keys}
 
 
 def input_keys(graph: Any) -> set[str]:

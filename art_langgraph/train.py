@@ -28,7 +28,7 @@ from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
 from art_langgraph import providers
-from art_langgraph.graphs import MakeInput, graph_warnings, load_graph, run_graph
+from art_langgraph.graphs import MakeInput, OnInterrupt, graph_warnings, load_graph, run_graph
 from art_langgraph.hook import cache_warning
 from art_langgraph.hook import install as install_hook
 from art_langgraph.hook import uninstall as uninstall_hook
@@ -45,6 +45,7 @@ async def atrain(
     held_out: Scenarios | float | None = None,
     config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
     to_input: MakeInput | None = None,
+    on_interrupt: OnInterrupt | None = None,
     success: Success | None = None,
     display: Display | None = None,
     sinks: Iterable[Sink] = (),
@@ -56,7 +57,8 @@ async def atrain(
     ``scenarios``: a JSON Lines file or objects. ``held_out``: the same, or a share of the scenarios (0.2) to hold out;
     without it success is not measured. ``reward(run)`` returns a number, or parts with ``"reward"``; may be async.
     ``config``: a TrainConfig, its values, or a TOML file; ``settings`` are TrainConfig's and win over it.
-    ``to_input(scenario)`` makes the graph's input (default: its ``messages``, ``input`` or ``question``).
+    ``to_input(scenario)`` makes the graph's input (default: its ``messages``, ``input`` or ``question``);
+    ``on_interrupt(scenario, values)`` answers a graph that interrupts itself (default: the scenario's ``resume``).
 
     Raises ArtError with clear words; CancelledError when cancelled, after closing what was open.
     """
@@ -68,7 +70,7 @@ async def atrain(
     shown = make_display() if display is None else display
 
     async def run_agent(scenario: dict[str, Any]) -> Any:
-        return await run_graph(loaded, scenario, to_input=to_input)
+        return await run_graph(loaded, scenario, to_input=to_input, on_interrupt=on_interrupt)
 
     async with loaded:
         found = inspect_graph(loaded.graph, made.models)
@@ -105,6 +107,7 @@ def train(
     held_out: Scenarios | float | None = None,
     config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
     to_input: MakeInput | None = None,
+    on_interrupt: OnInterrupt | None = None,
     success: Success | None = None,
     display: Display | None = None,
     sinks: Iterable[Sink] = (),
@@ -127,6 +130,7 @@ def train(
         held_out=held_out,
         config=made,
         to_input=to_input,
+        on_interrupt=on_interrupt,
         success=success,
         display=display,
         sinks=sinks,

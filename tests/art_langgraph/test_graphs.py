@@ -16,7 +16,7 @@ from langgraph.cache.memory import InMemoryCache
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.types import CachePolicy
+from langgraph.types import CachePolicy, interrupt
 from pydantic import BaseModel
 
 from art_langgraph.graphs import graph_warnings, make_input, run_graph, to_json
@@ -175,3 +175,66 @@ def test_what_holds_itself_ends():
     endless: list = []
     endless.append(endless)
     json.dumps(to_json(endless))
+
+
+class Approval(TypedDict, total=False):
+    seen: Annotated[list, operator.add]
+    resume: str
+
+
+def asks(*questions):
+    """A graph that asks these one after the other and keeps the answers."""
+
+    def node(state):
+        return {"seen": [interrupt({"question": question}) for question in questions]}
+
+    return graph_of(Approval, node, checkpointer=InMemorySaver())
+
+
+async def test_interrupts_are_answered_by_the_scenario():
+    assert (await run_graph(asks("one?", "two?"), {"resume": ["yes", "no"]}))["seen"] == ["yes", "no"]
+    assert (await run_graph(asks("one?"), {"resume": "yes"}))["seen"] == ["yes"]
+    state = await run_graph(asks("one?", "two?"), {"resume": ["yes"]})
+    assert state["__interrupt__"][0]["value"] == {"question": "two?"}
+    json.dumps(state)
+
+
+async def test_interrupts_are_answered_by_a_function():
+    told = []
+
+    async def answer(scenario, values):
+        told.append((scenario, values))
+        return scenario["name"] + values[0]["question"]
+
+    state = await run_graph(asks("one?", "two?"), {"name": "Ann: "}, on_interrupt=answer)
+    assert state["seen"] == ["Ann: one?", "Ann: two?"]
+    assert told[0] == ({"name": "Ann: "}, [{"question": "one?"}])
+
+    def fails(scenario, values):
+        raise LookupError("nobody there")
+
+    with pytest.raises(ScenarioError, match=r"fails could not make the graph's answer .* LookupError: nobody there"):
+        await run_graph(asks("one?"), {"name": "Ann"}, on_interrupt=fails)
+
+
+async def test_several_interrupts_at_once_want_as_many_answers():
+    builder = StateGraph(Approval)
+    for name in ("a", "b"):
+        builder.add_node(name, lambda state, name=name: {"seen": [name + interrupt(f"{name}?")]})
+        builder.add_edge(START, name)
+    graph = builder.compile(checkpointer=InMemorySaver())
+    assert (await run_graph(graph, {"resume": [["1", "2"]]}))["seen"] == ["a1", "b2"]
+    with pytest.raises(ScenarioError, match="waits for 2 answers at once"):
+        await run_graph(graph, {"resume": ["1"]})
+
+
+async def test_a_graph_that_never_stops_asking_ends(monkeypatch):
+    monkeypatch.setattr("art_langgraph.graphs._MOST_INTERRUPTS", 3)
+    state = await run_graph(asks(*"abcdefgh"), {}, on_interrupt=lambda scenario, values: "on")
+    assert state["__interrupt__"][0]["value"] == {"question": "d"}
+
+
+def test_the_resume_key_reaches_a_graph_that_has_one():
+    graph = graph_of(Approval, lambda state: {})
+    assert make_input(graph, {"seen": [], "resume": "x"}) == {"seen": [], "resume": "x"}
+    assert make_input(graph_of(Counting, lambda state: {}), {"n": 1, "resume": ["x"]}) == {"n": 1}
