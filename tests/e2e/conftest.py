@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -329,3 +330,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
         assert done.code == 0, done.err
         assert "3 steps, 18 rollouts (0 excluded)" in done.out
         yield project
+
+
+@pytest.fixture(scope="module")
+def served(trained: Project) -> Iterator[tuple[Project, str]]:
+    """(project, url) of the trained project, served by the command."""
+    process = trained.start("art-backends", "serve", "--folder", "run", "--port", "0", "--threads", "1")
+    file = trained.run / "server.json"
+    wait(lambda: file.exists() or process.poll() is not None, 120)
+    assert process.poll() is None, process.communicate()[1]
+    yield trained, json.loads(file.read_text())["url"]
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert f"{json_url(out)}/v1" in out
+    assert not file.exists()
+    assert not trained.processes()
+
+
+def json_url(out: str) -> str:
+    """The address in the first line of what the command says."""
+    return out.split(" at ", 1)[1].split("/v1", 1)[0].strip()

@@ -4,36 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def served(trained: Any, waiting: Callable[..., Any]) -> Iterator[Any]:
-    """(project, url) of the trained project, served by the command."""
-    process = trained.start("art-backends", "serve", "--folder", "run", "--port", "0", "--threads", "1")
-    file = trained.run / "server.json"
-    waiting(lambda: file.exists() or process.poll() is not None, 120)
-    assert process.poll() is None, process.communicate()[1]
-    yield trained, json.loads(file.read_text())["url"]
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
-    assert f"{json_url(out)}/v1" in out
-    assert not file.exists()
-    assert not trained.processes()
-
-
-def json_url(out: str) -> str:
-    """The address in the first line of what the command says."""
-    return out.split(" at ", 1)[1].split("/v1", 1)[0].strip()
 
 
 def test_the_unmodified_app_answers_through_it(served: Any) -> None:
