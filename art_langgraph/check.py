@@ -24,6 +24,7 @@ from art_backends.trajectories import Call, Purpose, Rollout
 from art_backends.waiting import OverdueError, bounded
 
 from art_langgraph import providers
+from art_langgraph.caches import llm_cache_off
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.hook import install as install_hook
 from art_langgraph.hook import uninstall as uninstall_hook
@@ -56,7 +57,8 @@ async def check(
         install_hook()
         providers.install()
         try:
-            return await _run(agent, scenario, config, server.client)
+            with llm_cache_off():
+                return await _run(agent, scenario, config, server.client)
         finally:
             providers.uninstall()
             uninstall_hook()

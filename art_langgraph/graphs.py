@@ -1,7 +1,8 @@
 """Run a graph on a scenario: its input, a configuration of its own, its final state as plain JSON.
 
 It refuses to share anything between rollouts: each run gets a fresh ``thread_id``, so that a checkpointer never mixes
-two of them. It refuses to guess when a scenario has a better reading: a function of the user's makes the input.
+two of them, and no node cache. It refuses to guess when a scenario has a better reading: a function of the user's
+makes the input.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
 from pydantic import BaseModel
 
+from art_langgraph.caches import NODES_OFF
 from art_langgraph.hook import ROLLOUT_KEY
 from art_langgraph.loading import LoadedGraph, load_graph
 
@@ -31,7 +33,6 @@ __all__ = [
     "LoadedGraph",
     "MakeInput",
     "OnInterrupt",
-    "graph_warnings",
     "load_graph",
     "make_input",
     "run_graph",
@@ -104,7 +105,7 @@ def _answers(scenario: Any) -> list[Any]:
 
 def _config(config: Mapping[str, Any] | None, recursion_limit: int | None) -> dict[str, Any]:
     given: dict[str, Any] = dict(config or {})
-    given["configurable"] = {**given.get("configurable", {}), "thread_id": uuid.uuid4().hex}
+    given["configurable"] = {**given.get("configurable", {}), **NODES_OFF, "thread_id": uuid.uuid4().hex}
     if recursion_limit is not None:
         given["recursion_limit"] = recursion_limit
     scope = current_scope()
@@ -166,18 +167,6 @@ def input_keys(graph: Any) -> set[str]:
         return set(schemas.get(getattr(builder, "input_schema", None), ()))
     channels = getattr(graph, "input_channels", None)
     return set(channels) if isinstance(channels, (list, tuple)) else set()
-
-
-def graph_warnings(graph: Any) -> list[str]:
-    """What of this graph keeps calls from being made, and so from being trained; each in a sentence."""
-    graph = graph.graph if isinstance(graph, LoadedGraph) else graph
-    cached = [name for name, node in getattr(graph, "nodes", {}).items() if getattr(node, "cache_policy", None)]
-    if getattr(graph, "cache", None) is None or not cached:
-        return []
-    return [
-        f"The graph has a node cache ({type(graph.cache).__name__}) on {', '.join(sorted(cached))}: a cached node "
-        "makes no model call, so its rollouts have nothing to train. Compile the graph without a cache for training."
-    ]
 
 
 def to_json(value: Any, depth: int = 0) -> Any:

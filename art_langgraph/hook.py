@@ -35,7 +35,6 @@ from art_backends.capture.scope import (
     find_scope,
 )
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.globals import get_llm_cache
 from langchain_core.tracers.context import register_configure_hook
 
 from art_langgraph import providers
@@ -282,14 +281,3 @@ def uninstall() -> None:
         if _users:
             _users.pop()
         HOOK.enabled = bool(_users)
-
-
-def cache_warning() -> str | None:
-    """What to tell the user if LangChain's LLM cache is on: its answers reach no engine, so they cannot train."""
-    cache = get_llm_cache()
-    if cache is None:
-        return None
-    return (
-        f"LangChain's LLM cache is on ({type(cache).__name__}): answers from it are no samples of the policy and do "
-        "not train. Switch it off for training: langchain_core.globals.set_llm_cache(None)."
-    )

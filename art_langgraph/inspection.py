@@ -24,6 +24,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.pregel.protocol import PregelProtocol
 
+from art_langgraph import caches
 from art_langgraph.providers import is_delegated, model_name
 from art_langgraph.reach import PLAIN, within
 
@@ -58,6 +59,7 @@ class Inspection:
     nodes: list[str] = field(default_factory=list)
     models: list[FoundModel] = field(default_factory=list)
     tools: list[str] = field(default_factory=list)
+    caches: list[str] = field(default_factory=list)  # what to tell the user of each
     prompt_tokens: int = 0
     complete: bool = True  # False: there was too much to look at
 
@@ -72,9 +74,10 @@ def inspect_graph(graph: Any, models: Iterable[str] = ()) -> Inspection:
     return _Walk(frozenset(models)).over(graph)
 
 
-def routing_warnings(found: Inspection, models: Iterable[str] = ()) -> list[str]:
-    """What to tell the user before a run: models that can't be captured, and names that no model of the graph has."""
-    told = [f"calls of {model.kind} in {model.node} do not reach the policy: {model.why}" for model in found.lost]
+def warnings_of(found: Inspection, models: Iterable[str] = ()) -> list[str]:
+    """What to tell the user before a run: caches, models that can't be captured, names that no model has."""
+    told = list(found.caches)
+    told += [f"calls of {model.kind} in {model.node} do not reach the policy: {model.why}" for model in found.lost]
     names = {model.name for model in found.models}
     missing = sorted(set(models) - names)
     if missing and "?" not in names and found.models and found.complete:
@@ -94,6 +97,7 @@ def inspection_lines(found: Inspection) -> Iterator[str]:
     for model in found.models:
         way = {"policy": "the policy", "provider": "its provider", "unknown": "decided at the call"}[model.route]
         yield f"  {model.kind} {model.name!r} in {model.node} → {way}: {model.why}"
+    yield from found.caches
     if not found.complete:
         yield "the graph holds more than was looked at: there may be others"
 
@@ -114,6 +118,7 @@ class _Walk:
 
     def _graph(self, graph: Any, path: tuple[str, ...]) -> None:
         self._seen[id(graph)] = graph
+        self._cache(caches.of_graph(graph, "/".join(path)))
         for name, node in getattr(graph, "nodes", {}).items():
             if name.startswith("__"):
                 continue
@@ -142,6 +147,7 @@ class _Walk:
             if issubclass(value, BaseChatModel):
                 self._add(value, "?", path, made=False)
         elif isinstance(value, BaseLanguageModel):
+            self._cache(caches.of_model(value, "/".join(path)))
             self._add(cls, model_name(value) if isinstance(value, BaseChatModel) else "?", path, made=True)
         elif cls.__name__ == "_ConfigurableModel":
             self._factory(str(getattr(value, "_default_config", {}).get("model") or "?"), path)
@@ -153,6 +159,10 @@ class _Walk:
             self._count(value)
             return False
         return True
+
+    def _cache(self, told: str | None) -> None:
+        if told is not None:
+            self._found.caches.append(told)
 
     def _count(self, value: Any) -> None:
         """What of a prompt stands in a value that is looked into."""

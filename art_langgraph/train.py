@@ -28,11 +28,11 @@ from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
 from art_langgraph import providers
-from art_langgraph.graphs import MakeInput, OnInterrupt, graph_warnings, load_graph, run_graph
-from art_langgraph.hook import cache_warning
+from art_langgraph.caches import llm_cache_off
+from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.hook import install as install_hook
 from art_langgraph.hook import uninstall as uninstall_hook
-from art_langgraph.inspection import inspect_graph, routing_warnings
+from art_langgraph.inspection import inspect_graph, warnings_of
 
 Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
 
@@ -74,7 +74,7 @@ async def atrain(
 
     async with loaded:
         found = inspect_graph(loaded.graph, made.models)
-        for warning in filter(None, [*graph_warnings(loaded), cache_warning(), *routing_warnings(found, made.models)]):
+        for warning in warnings_of(found, made.models):
             shown.warn(warning)
         shown.note(f"starting the server on {made.folder}")
         async with LocalServer(made) as backend:
@@ -82,17 +82,20 @@ async def atrain(
             install_hook()
             providers.install()
             try:
-                return await run(
-                    client=backend.client,
-                    config=made,
-                    scenarios=training,
-                    held_out=testing,
-                    run_agent=run_agent,
-                    reward=reward,
-                    display=shown,
-                    success=success,
-                    sinks=list(sinks),
-                )
+                with llm_cache_off() as told:
+                    if told:
+                        shown.warn(told)
+                    return await run(
+                        client=backend.client,
+                        config=made,
+                        scenarios=training,
+                        held_out=testing,
+                        run_agent=run_agent,
+                        reward=reward,
+                        display=shown,
+                        success=success,
+                        sinks=list(sinks),
+                    )
             finally:
                 providers.uninstall()
                 uninstall_hook()

@@ -19,7 +19,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import CachePolicy, interrupt
 from pydantic import BaseModel
 
-from art_langgraph.graphs import graph_warnings, make_input, run_graph, to_json
+from art_langgraph.graphs import make_input, run_graph, to_json
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -125,14 +125,26 @@ async def test_what_the_graph_raises_is_raised():
         await run_graph(endless, {"n": 1}, recursion_limit=3)
 
 
-def test_node_caches_are_noticed():
-    builder = StateGraph(Counting).add_node("a", lambda state: {"n": 1}, cache_policy=CachePolicy())
-    builder.add_edge(START, "a")
-    [warning] = graph_warnings(builder.compile(cache=InMemoryCache()))
-    assert "InMemoryCache" in warning
-    assert "on a:" in warning
-    assert graph_warnings(builder.compile()) == []
-    assert graph_warnings(messages_graph()) == []
+async def test_node_caches_are_off_in_a_rollout():
+    made = []
+
+    def node(state):
+        made.append(1)
+        return {"n": 1}
+
+    def cached():
+        builder = StateGraph(Counting).add_node("a", node, cache_policy=CachePolicy()).add_edge(START, "a")
+        return builder.compile(cache=InMemoryCache())
+
+    outer = StateGraph(Counting).add_node("b", cached()).add_edge(START, "b").compile()
+    for graph in (cached(), outer):
+        made.clear()
+        await run_graph(graph, {"n": 1})
+        await run_graph(graph, {"n": 1})
+        assert len(made) == 2
+        await graph.ainvoke({"n": 1})
+        await graph.ainvoke({"n": 1})
+        assert len(made) == 3  # the user's own runs still have it
 
 
 class Colour(enum.Enum):

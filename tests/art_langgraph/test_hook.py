@@ -105,10 +105,8 @@ def test_names_in_headers_are_percent_encoded(hooked, proxy, provider):
 
 
 def test_cached_answers_are_counted(hooked, proxy, provider):
-    assert hook.cache_warning() is None
     set_llm_cache(InMemoryCache())
     try:
-        assert "InMemoryCache" in hook.cache_warning()
         with scope(proxy) as inside:
             model = make_model(provider)
             model.invoke("same")

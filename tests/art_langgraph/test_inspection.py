@@ -11,16 +11,19 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import SummarizationMiddleware
 from langchain.chat_models import init_chat_model
 from langchain_anthropic import ChatAnthropic
+from langchain_core.caches import InMemoryCache
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import AzureChatOpenAI, ChatOpenAI
+from langgraph.cache.memory import InMemoryCache as GraphCache
 from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import CachePolicy
 from pydantic import BaseModel
 
-from art_langgraph.inspection import inspect_graph, inspection_lines, routing_warnings
+from art_langgraph.inspection import inspect_graph, inspection_lines, warnings_of
 
 PROMPT = [SystemMessage("x" * 400)]
 shared = ChatOpenAI(model="global", api_key="k")
@@ -160,8 +163,8 @@ def test_other_names_stay_with_their_provider():
         ("ChatOpenAI", "theirs", "b", "provider"),
     }
     assert inspect_graph(graph, ["mine"]).lost == []
-    assert routing_warnings(inspect_graph(graph, ["mine"]), ["mine"]) == []
-    (warning,) = routing_warnings(inspect_graph(graph, ["mien"]), ["mien"])
+    assert warnings_of(inspect_graph(graph, ["mine"]), ["mine"]) == []
+    (warning,) = warnings_of(inspect_graph(graph, ["mien"]), ["mien"])
     assert "mien" in warning
     assert "mine, theirs" in warning
 
@@ -172,7 +175,7 @@ def test_what_cannot_be_captured_is_told_by_name():
 
     Own.__module__ = "my_app"
     found = inspect_graph(graph_of(own=Own(responses=["x"]), sdk=by_other_client))
-    own, sdk = routing_warnings(found)
+    own, sdk = warnings_of(found)
     assert "Own in own" in own
     assert "art_langgraph.delegate" in own
     assert "anthropic.Anthropic in sdk" in sdk
@@ -185,7 +188,7 @@ def test_a_graph_without_models_says_where_to_look_next():
     found = inspect_graph(graph_of(ask=lambda state: {}))
     assert found.models == []
     assert "art-langgraph check" in "\n".join(inspection_lines(found))
-    assert routing_warnings(found, ["gpt"]) == []
+    assert warnings_of(found, ["gpt"]) == []
 
 
 def test_odd_objects_do_no_harm():
@@ -216,3 +219,14 @@ def test_odd_objects_do_no_harm():
         assert {name for _, name, *_ in models_of(graph)} == {"slot", "loop", "pydantic"}
     finally:
         del sys.modules["my_module"]
+
+
+def test_caches_are_told():
+    cached = ChatOpenAI(model="m", api_key="k", cache=InMemoryCache())
+    inner = StateGraph(MessagesState).add_node("ask", cached, cache_policy=CachePolicy()).add_edge(START, "ask")
+    found = inspect_graph(graph_of(team=inner.compile(cache=GraphCache()), plain=by_global))
+    node, model = warnings_of(found)
+    assert "the node cache of team (InMemoryCache, on ask) is off" in node
+    assert "ChatOpenAI in team/ask has a cache of its own (InMemoryCache)" in model
+    assert node in inspection_lines(found)
+    assert inspect_graph(graph_of(team=inner.compile())).caches == [model]
