@@ -194,6 +194,23 @@ async def test_ainvoke(app, proxy, provider):
     check(proxy, provider, app.async_calls)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_ten_thousand_calls(app, proxy, provider):
+    rollouts = -(-10_000 // app.async_calls)
+    room = asyncio.Semaphore(ROLLOUTS)
+
+    async def one(number):
+        async with room:
+            with scope(proxy, number) as inside:
+                await app.async_graph.ainvoke({"n": number, "out": []})
+        assert inside.counts == {"routed": app.async_calls}
+
+    await asyncio.gather(*(one(number) for number in range(rollouts)))
+    assert len(proxy.seen) >= 10_000
+    check(proxy, provider, app.async_calls, rollouts)
+
+
 def test_invoke_in_threads(app, proxy, provider):
     def one(number):
         with scope(proxy, number):
