@@ -4,6 +4,16 @@ import pytest
 from pytest_socket import socket_allow_hosts
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=10, help="how often processes are killed in the kill loops")
+
+
+@pytest.fixture(scope="session")
+def kills(request: pytest.FixtureRequest) -> int:
+    """Rounds of a kill loop: few in an ordinary run, many at night."""
+    return int(request.config.getoption("--kills"))
+
+
 @pytest.fixture(autouse=True)
 def _loopback_only() -> None:
     """A connection to any other host is an error, not a slow test."""

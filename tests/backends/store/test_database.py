@@ -54,11 +54,11 @@ def killed_writer(path: Path, turn: str, acked_before_kill: int) -> int:
     return acked
 
 
-def test_killed_writers_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_killed_writers_lose_nothing_that_was_acknowledged(tmp_path: Path, kills: int) -> None:
     path = tmp_path / "store.sqlite"
     lost = duplicates = halves = 0
     chance = random.Random(7)
-    for turn in range(10):
+    for turn in range(kills):
         acked = killed_writer(path, f"t{turn}", chance.randrange(1, 200))
         store = Store.open(path)  # checks the file's integrity
         calls = store.calls(f"t{turn}")

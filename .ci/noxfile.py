@@ -1,0 +1,29 @@
+"""Capture on other versions: ``nox -f .ci/noxfile.py``; each session makes an environment of its own.
+
+The core tests run on what requirements.lock pins. Here the capture tests run on older openai SDKs, and the LangGraph
+tests on the oldest LangChain and on newer Pythons.
+"""
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+PYTHONS = ["3.11", "3.12", "3.13"]
+TESTING = ["pytest", "pytest-asyncio", "pytest-socket", "pytest-timeout", "pytest-xdist", "hypothesis"]
+PROVIDERS = ["langchain-anthropic", "langchain-google-genai", "langchain-ollama"]
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("openai", ["1.109.1", "2.45.0", "3.57.0"])
+def capture(session: nox.Session, openai: str) -> None:
+    """The route of the openai SDK, without any framework."""
+    session.install("-e", "..", f"openai=={openai}", *TESTING)
+    session.chdir("..")
+    session.run("pytest", "-q", "-n", "2", "tests/backends/capture")
+
+
+@nox.session(python=PYTHONS)
+def langgraph(session: nox.Session) -> None:
+    """Everything of the LangGraph door that needs no model."""
+    session.install("-e", "..[langgraph]", "langchain>=1.0", *PROVIDERS, *TESTING)
+    session.chdir("..")
+    session.run("pytest", "-q", "-n", "2", "-m", "not slow", "tests/art_langgraph", "tests/backends/capture")
