@@ -66,10 +66,12 @@ def test_a_policy_that_changes_is_followed() -> None:
 def test_a_passage_of_the_prompt_is_copied_once_it_has_paid() -> None:
     made = Drafts()
     passage = list(range(50, 70))
-    assert made.guess(Trail([*passage, 1, 2, 50, 51]), 4, 1) == [52, 53, 54, 55]
-    for number in range(30):  # what follows is never what stood there
-        say(made, [*passage, 1, 2, 50, 51], [100 + number])
-    assert made.guess(Trail([*passage, 1, 2, 51, 52]), 4, 64) == []
+    for at in range(10):  # what follows stood there
+        say(made, [*passage, 1, 2, *passage[at : at + 2]], passage[at + 2 : at + 5])
+    assert made.guess(Trail([*passage, 3, 4, 50, 51]), 4, 1) == [52, 53, 54, 55]
+    for number in range(90):  # what follows is never what stood there
+        say(made, [*passage, 3, 4, 50, 51], [100 + number])
+    assert made.guess(Trail([*passage, 5, 6, 51, 52]), 4, 64) == []
 
 
 def test_contexts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ async def test_tokens_are_the_same_with_and_without_guesses(
         assert right <= all_guesses
     assert [[token.id for token in row] for row in rows[0]] == [[token.id for token in row] for row in rows[12]]
     assert all(row[-1].finish == "length" for row in rows[12])
-    assert made[12] < 0.7 * made[0]
+    assert made[12] < 0.9 * made[0]
     off = [
         error for ids, row in zip(prompts * 2, rows[12], strict=True) for error in errors(model, ids, row, heat or 1.0)
     ]
