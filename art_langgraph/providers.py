@@ -30,7 +30,7 @@ _HOST = "http://policy.invalid/v1"  # never reached: the request is routed
 
 _lock = threading.Lock()
 _patches = PatchSet()
-_done: set[type] = set()
+_done: dict[type, bool] = {}  # classes that were looked at, and whether they are wrapped
 _added: set[type] = set()
 _users: list[None] = []
 
@@ -54,7 +54,10 @@ def uninstall() -> None:
 
 def delegate(cls: type[BaseChatModel]) -> type[BaseChatModel]:
     """Treat this chat model class, too, as one whose calls the policy answers. Returns the class."""
-    _added.add(cls)
+    with _lock:
+        _added.add(cls)
+        for kind in [kind for kind, wrapped in _done.items() if issubclass(kind, cls) and not wrapped]:
+            del _done[kind]
     refresh()
     return cls
 
@@ -67,18 +70,21 @@ def refresh() -> None:
         if cls not in _done:
             with _lock:
                 if _users and cls not in _done:
-                    _done.add(cls)
-                    if is_delegated(cls):
+                    _done[cls] = _is_named(cls)
+                    if _done[cls]:
                         _wrap(cls)
 
 
 def is_delegated(cls: type) -> bool:
     """Whether the policy answers for models of this class in this module's way."""
-    if any(kind in _added for kind in cls.__mro__):
-        return True
+    return any(_is_named(kind) for kind in cls.__mro__)
+
+
+def _is_named(cls: type) -> bool:
+    """A class whose methods are replaced; what an app's own class makes of them, by inheriting, stays its own."""
     root = cls.__module__.partition(".")[0]
     speaks_openai = any(kind.__name__ == "BaseChatOpenAI" for kind in cls.__mro__)
-    return root.startswith("langchain_") and root not in _OWN and not speaks_openai
+    return cls in _added or (root.startswith("langchain_") and root not in _OWN and not speaks_openai)
 
 
 def model_name(model: BaseChatModel) -> str:
@@ -102,7 +108,9 @@ def _wrap(cls: type) -> None:
         "_astream": _astreamed,
     }
     for name in _METHODS:
-        if name in vars(cls):
+        defines = next(kind for kind in cls.__mro__ if name in vars(kind))
+        # what LangChain's own base class defines calls the others; what a delegated base defines is wrapped there
+        if defines is cls or not (defines is BaseChatModel or _is_named(defines)):
             _patches.replace(cls, name, makers[name])
 
 

@@ -10,6 +10,7 @@ from art_backends.capture import rollout_scope
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
+from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_google_genai import ChatGoogleGenerativeAI
 from langchain_ollama import ChatOllama
@@ -207,6 +208,22 @@ def test_the_policys_errors_are_the_openai_sdks(proxy, provider):
         make("anthropic", provider.url).invoke("ask")
 
 
+class Careful(ChatAnthropic):
+    """An app's own way with a provider's model."""
+
+    def _generate(self, messages, *args, **kwargs):
+        return super()._generate([*messages, HumanMessage("and be careful")], *args, **kwargs)
+
+
+def test_what_an_app_makes_of_a_providers_class_stays(proxy, provider):
+    model = Careful(model="claude-haiku-4-5", base_url=provider.url, api_key=KEY)
+    assert providers.is_delegated(Careful)
+    with scope(proxy):
+        model.invoke("ask")
+    assert [message["content"] for message in proxy.seen[0].body["messages"]] == ["ask", "and be careful"]
+    assert provider.seen == []
+
+
 class OwnModel(FakeListChatModel):
     """A chat model of the app's own."""
 
@@ -217,15 +234,12 @@ def test_a_class_of_the_apps_own_is_left_alone_until_it_is_named(proxy, monkeypa
         assert model.invoke("ask").text == "its own words"
     assert inside.details["no_request"] == {"OwnModel": 1}
 
-    class Named(OwnModel):
-        def _generate(self, *args, **kwargs):
-            return super()._generate(*args, **kwargs)
-
     monkeypatch.setattr(providers, "_added", set())
-    providers.delegate(Named)
+    providers.delegate(OwnModel)
     with scope(proxy):
-        assert Named(responses=["its own words"]).invoke("ask").text == "echo ask"
-    assert proxy.seen[0].body["model"] == "Named"
+        assert model.invoke("ask").text == "echo ask"
+    assert proxy.seen[0].body["model"] == "OwnModel"
+    assert model.invoke("ask").text == "its own words"
 
 
 def test_uninstalling_restores_the_original_methods():
