@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from art_backends import capture
 from art_backends.backend import LocalServer
 from art_backends.capture.scope import outside_requests, rollout_scope
 from art_backends.client import Client
@@ -23,11 +22,8 @@ from art_backends.scenarios import Scenario
 from art_backends.trajectories import Call, Purpose, Rollout
 from art_backends.waiting import OverdueError, bounded
 
-from art_langgraph import providers
-from art_langgraph.caches import llm_cache_off
+from art_langgraph.capturing import capturing
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
-from art_langgraph.hook import install as install_hook
-from art_langgraph.hook import uninstall as uninstall_hook
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,8 @@ async def check(
     """Run the graph on one scenario against a server on ``config.folder``. Raises ArtError."""
     async with load_graph(graph) as loaded, LocalServer(config) as server:
         agent = partial(run_graph, loaded, to_input=to_input, on_interrupt=on_interrupt)
-        capture.install()
-        install_hook()
-        providers.install()
-        try:
-            with llm_cache_off():
-                return await _run(agent, scenario, config, server.client)
-        finally:
-            providers.uninstall()
-            uninstall_hook()
-            capture.uninstall()
+        with capturing():
+            return await _run(agent, scenario, config, server.client)
 
 
 async def _run(

@@ -73,36 +73,38 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="art-langgraph", description="Train an unmodified LangGraph agent in place.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     training = commands.add_parser("train", help="train the model behind a graph")
-    training.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
-    training.add_argument("--scenarios", type=Path, required=True, metavar="FILE", help="JSON Lines: a scenario a line")
+    _add_running(training)
     training.add_argument("--reward", required=True, metavar="MODULE:ATTR", help="function that scores a run")
     training.add_argument(
         "--held-out", metavar="FILE|SHARE", help="scenarios to measure success on: a file, or a share such as 0.2"
     )
-    _add_functions(training)
     training.add_argument("--success", metavar="MODULE:ATTR", help="function that judges a run: success or not")
-    training.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     add_arguments(training)
     training.set_defaults(run=_train)
     looking = commands.add_parser("inspect", help="show a graph's models and where their calls would go; runs nothing")
-    looking.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
+    _add_graph(looking)
     looking.add_argument(
         "--models", nargs="+", default=[], metavar="NAME", help="model names of the policy (none: all)"
     )
     looking.add_argument("--json", action="store_true", help="as JSON")
     looking.set_defaults(run=_inspect)
     checking = commands.add_parser("check", help="run one scenario and show what is captured and would be trained")
-    checking.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
-    checking.add_argument("--scenarios", type=Path, required=True, metavar="FILE", help="JSON Lines: a scenario a line")
+    _add_running(checking)
     checking.add_argument("--scenario", metavar="ID", help="which one (default: the first)")
-    _add_functions(checking)
-    checking.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     add_arguments(checking, skip=frozenset({"folder"}))
     checking.set_defaults(run=_check)
     return parser
 
 
-def _add_functions(parser: argparse.ArgumentParser) -> None:
+def _add_graph(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that runs the graph, but for the settings."""
+    _add_graph(parser)
+    parser.add_argument("--scenarios", type=Path, required=True, metavar="FILE", help="JSON Lines: a scenario a line")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     parser.add_argument("--to-input", metavar="MODULE:ATTR", help="function that makes the graph's input")
     parser.add_argument("--on-interrupt", metavar="MODULE:ATTR", help="function that answers the graph's interrupts")
 

@@ -61,9 +61,9 @@ async def run_graph(
     ``to_input`` makes the graph's input of a scenario (may be async; default: ``make_input``). Where the graph
     interrupts itself, it is resumed with what ``on_interrupt(scenario, values)`` returns (may be async; default: the
     next item of the scenario's ``resume`` list; of several interrupts at once, a list with an answer for each); without
-    an answer the run ends there. ``config`` is merged beneath
-    ours: its ``configurable``, callbacks, tags and metadata stay. Whatever the graph raises is raised; ScenarioError if
-    there is no input to be made of the scenario (that is no failure of the agent's).
+    an answer the run ends there. ``config`` is merged beneath ours: its ``configurable``, callbacks, tags and metadata
+    stay. Whatever the graph raises is raised; ScenarioError if there is no input, or no fitting answer, to be made of
+    the scenario (that is no failure of the agent's).
     """
     loaded = graph if isinstance(graph, LoadedGraph) else load_graph(graph)
     await loaded.open()

@@ -5,8 +5,8 @@ function names, methods' objects, tools, middleware, subgraphs. What a function 
 class or a factory that it names) is told as such; what it is called with cannot be known.
 
 It refuses to run the app (an attribute that is not there may be made on being asked for: only what is there is looked
-at), to read its files, and to promise that nothing was overlooked: ``art-langgraph check`` runs
-one scenario and shows what was captured.
+at), to read its files, and to promise that nothing was overlooked: ``art-langgraph check`` runs one scenario and shows
+what was captured.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class FoundModel:
     node: str  # path of the node it was found in; "-" outside of nodes
     route: str
     why: str
+    by_name: bool = False  # with its provider because the policy does not answer for its name
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Inspection:
     @property
     def lost(self) -> list[FoundModel]:
         """Models whose calls would not reach the policy though they are meant to."""
-        return [model for model in self.models if model.route == "provider" and not model.why.startswith("its name")]
+        return [model for model in self.models if model.route == "provider" and not model.by_name]
 
 
 def inspect_graph(graph: Any, models: Iterable[str] = ()) -> Inspection:
@@ -173,23 +174,8 @@ class _Walk:
             self._characters += len(str(getattr(value, "template", "")))
 
     def _add(self, cls: type, name: str, path: tuple[str, ...], *, made: bool) -> None:
-        route, why = self._route(cls, name)
+        route, why = _route(cls)
         self._tell(cls.__name__, name, path, route, why if made else f"made when the node runs; {why}")
-
-    def _route(self, cls: type, name: str) -> tuple[str, str]:
-        if self._names and name != "?" and name not in self._names:
-            return "provider", f"its name is not among those of the policy ({', '.join(sorted(self._names))})"
-        root = cls.__module__.partition(".")[0]
-        if any(kind.__name__ in ("BaseChatOpenAI", "BaseOpenAI") for kind in cls.__mro__):
-            return "policy", "its requests go through the openai SDK"
-        if is_delegated(cls):
-            return "policy", "its calls are handed to the policy in OpenAI's form"
-        if root == "langchain_core":
-            return "provider", "it is a stand-in that asks no model"
-        return (
-            "provider",
-            f"{cls.__name__} is not known: if it calls no openai client, name it with art_langgraph.delegate(…)",
-        )
 
     def _client(self, cls: type, path: tuple[str, ...], *, made: bool) -> None:
         kind = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
@@ -203,16 +189,32 @@ class _Walk:
             self._tell(kind, "?", path, "provider", late + what)
 
     def _factory(self, name: str, path: tuple[str, ...]) -> None:
-        route, why = "unknown", "made when the node runs; any of LangChain's providers is captured"
-        if self._names and name != "?" and name not in self._names:
-            route, why = "provider", f"its name is not among those of the policy ({', '.join(sorted(self._names))})"
-        self._tell("init_chat_model", name, path, route, why)
+        why = "made when the node runs; any of LangChain's providers is captured"
+        self._tell("init_chat_model", name, path, "unknown", why)
 
     def _tell(self, kind: str, name: str, path: tuple[str, ...], route: str, why: str) -> None:
         node = "/".join(path) or "-"
-        if (kind, name, node) not in self._models:
-            self._models.add((kind, name, node))
-            self._found.models.append(FoundModel(kind, name, node, route, why))
+        if (kind, name, node) in self._models:
+            return
+        self._models.add((kind, name, node))
+        other = bool(self._names) and name != "?" and name not in self._names
+        if other:
+            route, why = "provider", f"its name is not among those of the policy ({', '.join(sorted(self._names))})"
+        self._found.models.append(FoundModel(kind, name, node, route, why, other))
+
+
+def _route(cls: type) -> tuple[str, str]:
+    """Where calls of a model class go, its name aside, and why."""
+    if any(kind.__name__ in ("BaseChatOpenAI", "BaseOpenAI") for kind in cls.__mro__):
+        return "policy", "its requests go through the openai SDK"
+    if is_delegated(cls):
+        return "policy", "its calls are handed to the policy in OpenAI's form"
+    if cls.__module__.partition(".")[0] == "langchain_core":
+        return "provider", "it is a stand-in that asks no model"
+    return (
+        "provider",
+        f"{cls.__name__} is not known: if it calls no openai client, name it with art_langgraph.delegate(…)",
+    )
 
 
 def _is_graph(value: Any) -> bool:

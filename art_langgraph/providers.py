@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from art_backends.capture.patches import PatchSet
-from art_backends.capture.scope import Scope, current_scope
+from art_backends.capture.scope import current_scope
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 
@@ -186,12 +186,8 @@ def _asked(
     except UntranslatableError as error:
         scope.count("not_captured", f"{type(model).__name__}: {error}")
     except Exception as error:  # boundary: capture never breaks the agent; the call goes where it went  # noqa: BLE001
-        _troubled(scope, error)
+        scope.count("route_errors", f"{type(error).__name__}: {error}")
     return None
-
-
-def _troubled(scope: Scope, error: Exception) -> None:
-    scope.count("route_errors", f"{type(error).__name__}: {error}")
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from art_backends import capture
 from art_backends.backend import LocalServer
 from art_backends.config import TrainConfig, load_toml, make_config
 from art_backends.display import Display, make_display
@@ -27,11 +26,8 @@ from art_backends.scenarios import Scenario, load, split
 from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
-from art_langgraph import providers
-from art_langgraph.caches import llm_cache_off
+from art_langgraph.capturing import capturing
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
-from art_langgraph.hook import install as install_hook
-from art_langgraph.hook import uninstall as uninstall_hook
 from art_langgraph.inspection import inspect_graph, warnings_of
 
 Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
@@ -78,28 +74,20 @@ async def atrain(
             shown.warn(warning)
         shown.note(f"starting the server on {made.folder}")
         async with LocalServer(made) as backend:
-            capture.install()
-            install_hook()
-            providers.install()
-            try:
-                with llm_cache_off() as told:
-                    if told:
-                        shown.warn(told)
-                    return await run(
-                        client=backend.client,
-                        config=made,
-                        scenarios=training,
-                        held_out=testing,
-                        run_agent=run_agent,
-                        reward=reward,
-                        display=shown,
-                        success=success,
-                        sinks=list(sinks),
-                    )
-            finally:
-                providers.uninstall()
-                uninstall_hook()
-                capture.uninstall()
+            with capturing() as told:
+                if told:
+                    shown.warn(told)
+                return await run(
+                    client=backend.client,
+                    config=made,
+                    scenarios=training,
+                    held_out=testing,
+                    run_agent=run_agent,
+                    reward=reward,
+                    display=shown,
+                    success=success,
+                    sinks=list(sinks),
+                )
 
 
 def train(

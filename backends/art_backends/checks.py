@@ -41,13 +41,14 @@ async def calls(client: Control, rollouts: Sequence[Rollout], nodes: Sequence[st
     made = [call for rollout in chosen for call in (await control(client.rollout(rollout.id))).calls]
     if not made:
         raise NothingToLearnError(_no_calls(counted))
-    if nodes and not any(call.node.within(nodes) for call in made):
+    meant = [call for call in made if call.node.within(nodes)]
+    if not meant:
         found = sorted({"/".join(call.node.path) or "none" for call in made})
         raise NothingToLearnError(
             f"nothing to learn from: no model call came from {', '.join(nodes)} (nodes); calls came from: "
             f"{', '.join(found)}"
         )
-    answered = [call for call in made if call.status == CallStatus.OK and (not nodes or call.node.within(nodes))]
+    answered = [call for call in meant if call.status == CallStatus.OK]
     if answered and all(call.sampling.constrained for call in answered):
         raise NothingToLearnError(
             "nothing to learn from: every model call of the agent is constrained by a grammar (response_format, "

@@ -34,7 +34,7 @@ def exclusion(call: Call, choice: Choice, limit: int = TOKEN_LIMIT, nodes: Colle
         (len(sampled) != len(choice.logprobs), "logprob_mismatch"),
         (not all(math.isfinite(value) for value in choice.logprobs), "logprob_not_finite"),
         (not _known(call.prompt_token_ids, limit) or not _known(sampled, limit), "unknown_token"),
-        (bool(nodes) and not call.node.within(nodes), "other_node"),
+        (not call.node.within(nodes), "other_node"),
     )
     return next((reason for failed, reason in checks if failed), None)
 

@@ -93,8 +93,10 @@ class Node(Record):
         return names or ([self.name] if self.name else [])
 
     def within(self, names: Collection[str]) -> bool:
-        """Whether the node, one that it stands in, or its agent is among ``names``; ``outer/inner`` names a node
-        within another."""
+        """Whether the node, one that it stands in, or its agent is among ``names`` (empty: every node);
+        ``outer/inner`` names a node within another."""
+        if not names:
+            return True
         path = self.path
         runs = {"/".join(path[begin:end]) for end in range(1, len(path) + 1) for begin in range(end)}
         return not runs.isdisjoint(names) or self.agent in names

@@ -19,16 +19,11 @@ provider = _SERVERS.provider
 @pytest.fixture
 def hooked():
     """Capture is on: the route, the threads and the hook."""
-    from art_backends import capture
-
-    from art_langgraph import hook, providers
+    from art_langgraph import hook
+    from art_langgraph.capturing import capturing
 
     errors = hook.HOOK.errors
-    hook.install()
-    providers.install()
-    with capture.installed():
+    with capturing():
         yield hook.HOOK
-    providers.uninstall()
-    hook.uninstall()
     assert hook.HOOK.errors == errors
     assert not hook.HOOK._runs

@@ -104,8 +104,8 @@ def _plan(arena: Arena, chunks: list[_Chunk]) -> Plan:
 def _own(arena: Arena, rows: list[tuple[Place, int]]) -> Own:
     """The batched part: one entry per slot, either a whole range of the arena or, if rows are scattered, gathered."""
     device = arena.shape.device
-    width = max(len(place.fresh) for place, _ in rows)
-    length = max(len(place.slot.tokens) + len(place.fresh) for place, _ in rows)
+    width = max(place.size for place, _ in rows)
+    length = max(len(place.slot.tokens) + place.size for place, _ in rows)
     indices = [place.slot.index for place, _ in rows]
     low, high = min(indices), max(indices) + 1
     entry: dict[int, int]  # slot index -> entry of the batch
@@ -122,7 +122,7 @@ def _own(arena: Arena, rows: list[tuple[Place, int]]) -> Own:
     tokens: list[int] = []
     writes: list[int] = []
     for place, start in rows:
-        row, held, new = entry[place.slot.index], len(place.slot.tokens), len(place.fresh)
+        row, held, new = entry[place.slot.index], len(place.slot.tokens), place.size
         for offset in range(width):
             inside = min(offset, new - 1)
             queries[row][offset] = start + inside

@@ -266,9 +266,7 @@ class Engine:
         for batch, logits in self._executor.step(version, model, rows):
             samples = sample(logits, [row.settings for row in batch])
             found: list[tuple[Row, Token | EngineError]] = []
-            through: set[Row] = (
-                set()
-            )  # what follows of these in the batch was computed after a token that was not sampled
+            through: set[Row] = set()  # rows whose further logits here follow a token that was not sampled
             for row, one in zip(batch, samples, strict=True):
                 if row in through:
                     continue

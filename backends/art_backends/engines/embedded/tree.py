@@ -34,6 +34,11 @@ class Place:
         """What the next pass computes."""
         return [*self.todo, *self.draft]
 
+    @property
+    def size(self) -> int:
+        """Number of ``fresh`` tokens."""
+        return len(self.todo) + len(self.draft)
+
     def computed(self) -> None:
         """A pass has computed ``fresh``."""
         self.slot.tokens.extend(self.todo)
