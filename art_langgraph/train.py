@@ -114,6 +114,7 @@ def train(
             "train() was called where an event loop runs already (a notebook, async code): await atrain()"
         )
     made = settled(config, settings)
+    shown = make_display() if display is None else display
     work = atrain(
         graph,
         scenarios=scenarios,
@@ -123,11 +124,15 @@ def train(
         to_input=to_input,
         on_interrupt=on_interrupt,
         success=success,
-        display=display,
+        display=shown,
         sinks=sinks,
     )
     # Frameworks run an agent's blocking parts in the default executor: as many at once as rollouts may run.
-    return run_to_end(work, threads=made.concurrency + 8)
+    return run_to_end(
+        work,
+        threads=made.concurrency + 8,
+        stopping=lambda: shown.note("stopping: what runs is closed and kept; Ctrl-C again stops at once"),
+    )
 
 
 def settled(config: TrainConfig | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]) -> TrainConfig:

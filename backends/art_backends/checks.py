@@ -15,6 +15,11 @@ from art_backends.rollouts import Control, control
 from art_backends.summary import Row, common_error, scored
 from art_backends.trajectories import CallStatus, Rollout
 
+HELPS = (
+    "What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones if all fail "
+    "and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example in the agent's "
+    "prompt"
+)
 SAMPLE = 8  # rollouts whose calls are looked at to see whether the agent can be trained
 
 
@@ -62,12 +67,11 @@ def nothing(row: Row, skipped: int, failing: str | None) -> NothingToLearnError:
     """The error for ``skipped`` steps in a row without a spread; ``row`` is the last one's, ``failing`` the error with
     which the agent failed in all its rollouts, if it did."""
     failed = "" if failing is None else f"The agent failed in all its rollouts: {' '.join(failing.split())}. "
+    steps = "1 step" if skipped == 1 else f"{skipped} steps in a row"
     return NothingToLearnError(
-        f"nothing to learn from: in {skipped} steps in a row no group of rollouts had a spread of rewards "
+        f"nothing to learn from: in {steps} no group of rollouts had a spread of rewards "
         f"({row.get('reason') or 'all rewards of a group were equal'}). Rewards of the last step: {row['rewards']}. "
-        f"{failed}What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones "
-        "if all fail and harder ones if all succeed; a larger --group-size; a higher --temperature; a worked example "
-        "in the agent's prompt"
+        f"{failed}{HELPS}"
     )
 
 

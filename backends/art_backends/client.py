@@ -136,6 +136,7 @@ class Client:
         output: Any = None,
         reward: float | None = None,
         metrics: Mapping[str, float] | None = None,
+        scored_by: str | None = None,
         error: RolloutError | None = None,
         fault: str | None = None,
     ) -> Rollout:
@@ -144,6 +145,7 @@ class Client:
             "output": output,
             "reward": reward,
             "metrics": dict(metrics or {}),
+            "scored_by": scored_by,
             "error": None if error is None else error.model_dump(mode="json"),
             "fault": fault,
         }

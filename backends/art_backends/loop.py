@@ -25,6 +25,7 @@ from art_backends.display import Display, StepLine
 from art_backends.errors import ArtError, TrainingError
 from art_backends.playing import Playing
 from art_backends.report import Evaluation, Report, can_draw, draw_curves
+from art_backends.rewards.identity import change
 from art_backends.rewards.values import Reward
 from art_backends.rollouts import Control, Player, RunAgent, Slot, Success, control
 from art_backends.scenarios import Scenario
@@ -35,6 +36,7 @@ from art_backends.summary import (
     evaluation_row,
     evaluations,
     fill,
+    last_reward,
     parted,
     reached,
     scored,
@@ -125,6 +127,7 @@ class _Loop:
         self._trainable = False  # whether a trainable call of the agent was seen
         self._learned = False  # whether a step since the start, or the restart, learned anything
         self._settled = False  # nothing more can be learned
+        self._told: set[str] = set()  # kinds of the agent's errors that were told
         self._failing: str | None = None  # the agent's most frequent error, if it failed in all of the last step
 
     async def run(self) -> Report:
@@ -138,11 +141,12 @@ class _Loop:
             for problem in policy.get("set_aside") or []:
                 self._display.warn(f"{problem}; its step is made again")
             self._steps = by_step(self._metrics.rows, self._version)
-            self._evaluations = evaluations(self._metrics.rows, self._version)
+            self._evaluations = evaluations(self._metrics.rows, self._version, self._player.scored_by)
             await self._recover(committed)
+            self._tell_resumed(max([committed, *self._steps]))
             before = await self._evaluate(0, 0)
             step = max([committed, *self._steps]) + 1
-            skipped = 0
+            skipped, row = 0, Row()
             while step <= self._config.steps and not self._reached():
                 began = time.monotonic()
                 row = await self._step(step)
@@ -158,6 +162,8 @@ class _Loop:
                     await self._evaluate(step, self._version)
                 step += 1
             await self._playing.close()
+            if skipped and not self._version:
+                raise checks.nothing(row, skipped, self._failing)
             last = max([committed, *self._steps])
             after = await self._evaluate(last, self._version) if self._version else before
             return self._report(before, after)
@@ -206,6 +212,29 @@ class _Loop:
             self._write(row)
         self._steps = dict(sorted(self._steps.items()))
 
+    def _scored(self) -> list[Row]:
+        """The rows of the steps that this run's reward scored: those of another one cannot be compared with them."""
+        return [row for row in self._steps.values() if row.get("scored_by") == self._player.scored_by]
+
+    def _tell_resumed(self, done: int) -> None:
+        """Say where a run that was there before stands, and whether its figures are still this one's."""
+        before, now = last_reward(self._parts), self._player.scored_by
+        if before not in (None, now):
+            self._display.warn(
+                f"this folder's figures come from another reward ({change(before, now)}): the "
+                "held-out scenarios are measured anew, on the base model too, and what earlier steps got is not "
+                "compared with it. A folder of its own (--folder) begins anew"
+            )
+        if not done:
+            return
+        steps, version = self._config.steps, f"{self._config.name}@{self._version}"
+        if self._reached():
+            self._display.note(f"nothing is left to train: step {done} had reached target_success ({version})")
+        elif done >= steps:
+            self._display.note(f"nothing is left to train: all {steps} steps are made ({version}); more --steps go on")
+        else:
+            self._display.note(f"going on from {version}, after step {done} of {steps}")
+
     async def _evaluate(self, step: int, version: int) -> list[Rollout]:
         """Rollouts of the held-out scenarios on a version; those of a stopped run are reused, the base's always."""
         if not self._held_out:
@@ -219,9 +248,9 @@ class _Loop:
         passed = evaluation(step, f"{self._config.name}@{version}", rollouts)
         before = self._evaluations.get(step)
         self._evaluations[step] = passed
-        alarm = parted([self._evaluations[at] for at in sorted(self._evaluations) if at <= step], self._steps.values())
+        alarm = parted([self._evaluations[at] for at in sorted(self._evaluations) if at <= step], self._scored())
         if before is None or before.version != passed.version:
-            self._write(evaluation_row(passed) | ({} if alarm is None else {"alarm": alarm}))
+            self._write(evaluation_row(passed, self._player.scored_by) | ({} if alarm is None else {"alarm": alarm}))
         figures = [f"reward {passed.reward:.3f}" if passed.reward is not None else ""]
         figures.append(f"success {passed.success:.3f}" if passed.success is not None else "")
         self._display.note(f"{name}: " + ", ".join(filter(None, [*figures, f"{passed.scenarios} scenarios"])))
@@ -293,13 +322,28 @@ class _Loop:
         )
         self._display.step(line)
         if line.skipped:
-            self._display.warn(f"step {line.step}: nothing to learn from ({line.skipped}); rewards: {row['rewards']}")
+            helps = f". {checks.HELPS}" if line.step == min(self._steps) else ""
+            self._display.warn(
+                f"step {line.step}: nothing to learn from ({line.skipped}); rewards: {row['rewards']}{helps}"
+            )
         if line.faults:
             self._display.warn(f"step {line.step}: {line.faults} rollouts were excluded: {checks.fault(rollouts)}")
         if self._config.target_success is not None and row["success"] is None:
             self._display.warn(f"step {line.step}: target_success is set, but the reward has no success part")
-        if line.errors == len(rollouts):
-            self._display.warn(f"step {line.step}: the agent failed in every rollout: {common_error(rollouts)}")
+        self._tell_errors(line.step, rollouts)
+
+    def _tell_errors(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Each new kind of error once, with where to look; each time if the agent does nothing but fail."""
+        failed = [rollout for rollout in rollouts if rollout.error is not None]
+        kinds = {rollout.error.type for rollout in failed if rollout.error is not None}
+        if not failed or (kinds <= self._told and len(failed) < len(rollouts)):
+            return
+        self._told |= kinds
+        share = "every rollout" if len(failed) == len(rollouts) else f"{len(failed)} of {len(rollouts)} rollouts"
+        self._display.warn(
+            f"step {step}: the agent failed in {share}: {common_error(failed)}; look at one: "
+            f"art-backends rollouts show {failed[0].id} --folder {self._config.folder}"
+        )
 
     def _write(self, row: Row) -> None:
         self._parts.append(row)
@@ -314,7 +358,7 @@ class _Loop:
                 )
 
     def _reached(self) -> bool:
-        return reached(list(self._steps.values()), self._config.target_success, self._config.target_steps)
+        return reached(self._scored(), self._config.target_success, self._config.target_steps)
 
     def _report(self, before: Sequence[Rollout], after: Sequence[Rollout]) -> Report:
         config = self._config
@@ -328,7 +372,7 @@ class _Loop:
         report.evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
         report.write(config.folder / "report.json")
         if rows and can_draw():
-            draw_curves(rows, report.evaluations, config.folder / "curves.png")
+            draw_curves(self._scored(), report.evaluations, config.folder / "curves.png")
         elif rows:
             self._display.note("no curves were drawn: pip install 'art-inplace[plot]'")
         return report

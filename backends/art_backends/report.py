@@ -154,7 +154,11 @@ def summary(report: Report, folder: Path) -> list[str]:
         f"{report.steps} steps, {report.rollouts} rollouts ({report.faults} excluded) in {minutes:.1f} minutes; "
         f"policy {report.version}"
     )
-    lines += [f"report: {folder / 'report.json'}", f"serve it: art-backends serve --folder {folder}"]
+    lines.append(f"report: {folder / 'report.json'}")
+    if report.version.endswith("@0"):
+        lines.append(f"nothing was learned so far: {report.version} is the base model")
+    else:
+        lines.append(f"serve it: art-backends serve --folder {folder}")
     return lines
 
 

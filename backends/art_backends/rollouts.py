@@ -24,6 +24,7 @@ from art_backends.client import OpenRollout, StepOutcome, StepProgress
 from art_backends.config import TrainConfig
 from art_backends.errors import ArtError, ControlError, GraphError, RewardError, ScenarioError, ServerError
 from art_backends.failures import brief, describe, fault_of, jsonable
+from art_backends.rewards.identity import identity
 from art_backends.rewards.values import LazyCalls, Reward, Run, parts
 from art_backends.scenarios import Scenario
 from art_backends.stragglers import LateError, Stragglers
@@ -66,6 +67,7 @@ class Control(Protocol):
         output: Any = ...,
         reward: float | None = ...,
         metrics: Mapping[str, float] | None = ...,
+        scored_by: str | None = ...,
         error: RolloutError | None = ...,
         fault: str | None = ...,
     ) -> Rollout: ...
@@ -109,13 +111,14 @@ class Slot:
     version: int
     oldest: int
 
-    def fits(self, rollout: Rollout) -> bool:
-        """Whether a rollout played earlier is this slot's: same task, no other version, and nothing went wrong."""
+    def fits(self, rollout: Rollout, scored_by: str) -> bool:
+        """Whether a rollout played earlier is this slot's: same task and reward, right version, nothing went wrong."""
         number = version_number(rollout.policy, rollout.version)
         return (
             rollout.closed
             and rollout.fault is None
             and rollout.reward is not None
+            and rollout.scored_by == scored_by
             and (rollout.group, rollout.sample) == (self.group, self.sample)
             and number is not None
             and self.oldest <= number <= self.version
@@ -141,6 +144,7 @@ class Player:
         self._run_agent = run_agent
         self._reward = reward
         self._success = success
+        self.scored_by = identity(reward, success)
         self._watchdog = watchdog or Watchdog()
         self._room = asyncio.Semaphore(config.concurrency)
 
@@ -173,7 +177,7 @@ class Player:
                 )
                 for rollout in page:
                     slot = by_place.get((rollout.group, rollout.sample))
-                    if slot is not None and slot.fits(rollout):
+                    if slot is not None and slot.fits(rollout, self.scored_by):
                         found.setdefault(slot, rollout)
                 if len(page) < PAGE:
                     break
@@ -226,7 +230,13 @@ class Player:
                 await asyncio.wait_for(self._client.close_rollout(opened.id, fault=fault), CLOSE_SECONDS)
             raise
         closing = self._client.close_rollout(
-            opened.id, output=jsonable(output), reward=reward, metrics=metrics, error=error, fault=fault
+            opened.id,
+            output=jsonable(output),
+            reward=reward,
+            metrics=metrics,
+            scored_by=self.scored_by,
+            error=error,
+            fault=fault,
         )
         try:
             with waiting(f"the server to close it, {where}"):

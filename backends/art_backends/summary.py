@@ -70,8 +70,15 @@ def evaluation(step: int, version: str, rollouts: Sequence[Rollout]) -> Evaluati
     )
 
 
-def evaluation_row(passed: Evaluation) -> Row:
+def last_reward(rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """The identity of the reward that the newest figures are of."""
+    judges = [row["scored_by"] for row in rows if row.get("scored_by")]
+    return judges[-1] if judges else None
+
+
+def evaluation_row(passed: Evaluation, scored_by: str) -> Row:
     return {
+        "scored_by": scored_by,
         "evaluation": passed.step,
         "version": passed.version,
         "held_out/reward": passed.reward,
@@ -82,17 +89,19 @@ def evaluation_row(passed: Evaluation) -> Row:
     }
 
 
-def evaluations(rows: Iterable[Mapping[str, Any]], newest: int) -> dict[int, Evaluation]:
+def evaluations(rows: Iterable[Mapping[str, Any]], newest: int, scored_by: str | None) -> dict[int, Evaluation]:
     """The evaluations of a run that was stopped, by step.
 
-    Those of versions beyond ``newest`` are left out, and those of a version that was made anew afterwards.
+    Those of versions beyond ``newest`` are left out, those of a version that was made anew afterwards, and those by
+    another reward.
     """
     found: dict[int, Evaluation] = {}
     for row in rows:
         if row.get("outcome") == "committed":
             found = {at: old for at, old in found.items() if not old.version.endswith(f"@{row.get('version')}")}
         version = str(row.get("version", "")).rpartition("@")[2]
-        if isinstance(row.get("evaluation"), int) and version.isdecimal() and int(version) <= newest:
+        mine = isinstance(row.get("evaluation"), int) and row.get("scored_by") == scored_by
+        if mine and version.isdecimal() and int(version) <= newest:
             found[row["evaluation"]] = Evaluation(
                 step=row["evaluation"],
                 version=row["version"],
@@ -110,6 +119,9 @@ def step_row(step: int, rollouts: Sequence[Rollout], outcome: Mapping[str, Any])
     counted = scored(rollouts)
     values = rewards(rollouts)
     row: Row = {"step": step, "outcome": outcome["kind"], "version": outcome["version"]}
+    judges = {rollout.scored_by for rollout in counted}
+    if len(judges) == 1 and None not in judges:
+        row["scored_by"] = judges.pop()
     if outcome.get("reason"):
         row["reason"] = outcome["reason"]
     row |= {key: value for key, value in (outcome.get("metrics") or {}).items() if value is not None}

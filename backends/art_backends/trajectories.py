@@ -163,6 +163,7 @@ class Rollout(Record):
     output: JSON = None  # the agent's final state, as JSON
     reward: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict)  # named parts of the reward and whatever else is counted
+    scored_by: str | None = None  # identity of the reward; of another reward's runs no figure is made
     error: RolloutError | None = None
     fault: str | None = None  # what the world did wrong; such a rollout is excluded from training
     opened: float = 0.0

@@ -97,8 +97,10 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await future
 
 
-def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64) -> T:
+def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64, stopping: Callable[[], None] = lambda: None) -> T:
     """Run a coroutine to its end on a new event loop; the first Ctrl-C cancels it, the second stops at once.
+
+    ``stopping`` is called on the event loop at the first Ctrl-C: to end what was begun may take a while.
 
     KeyboardInterrupt after a cancelled run. RuntimeError if this thread already runs an event loop.
     ``threads``: width of the default executor, where frameworks run the blocking parts of an agent.
@@ -115,6 +117,7 @@ def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64) -> T:
         if interrupted:
             raise KeyboardInterrupt
         interrupted = True
+        loop.call_soon_threadsafe(stopping)
         loop.call_soon_threadsafe(task.cancel)
 
     # Signal handlers exist on the main thread only; elsewhere, and where the app has its own, Ctrl-C is not ours.

@@ -65,7 +65,9 @@ class MemoryServer:
         )  # fmt: skip
         return OpenRollout(id=id, token=f"token-{id}", version=pinned, base_url="http://127.0.0.1:9/v1")
 
-    async def close_rollout(self, rollout_id, *, output=None, reward=None, metrics=None, error=None, fault=None):
+    async def close_rollout(
+        self, rollout_id, *, output=None, reward=None, metrics=None, scored_by=None, error=None, fault=None
+    ):
         self._maybe_fail("close_rollout")
         rollout = self.store[rollout_id]
         if rollout.closed:
@@ -73,6 +75,7 @@ class MemoryServer:
         self.store[rollout_id] = rollout.model_copy(
             update={
                 "closed": True, "output": output, "reward": reward, "metrics": dict(metrics or {}), "error": error,
+                "scored_by": scored_by,
                 "fault": fault, "finished": rollout.opened + 1,
             }
         )  # fmt: skip

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import threading
+from types import SimpleNamespace
 
 import httpx2
 import numpy
@@ -453,8 +454,9 @@ async def test_an_agent_that_fails_from_some_step_on_is_told_even_after_somethin
 
 async def test_groups_without_a_spread_are_replaced(tmp_path):
     server, turn = MemoryServer(), itertools.count()
-    await go(server, tmp_path, steps=1, held_out=[], reward=lambda run: next(turn) % 2 if next(turn) > 8 else 0.0,
-             dynamic_sampling=3, concurrency=1)  # fmt: skip
+    with pytest.raises(NothingToLearnError, match="in 1 step no group"):
+        await go(server, tmp_path, steps=1, held_out=[], reward=lambda run: next(turn) % 2 if next(turn) > 8 else 0.0,
+                 dynamic_sampling=3, concurrency=1)  # fmt: skip
     assert server.opened[Purpose.TRAIN, 1] == 10  # two groups, and three more of two rollouts
     assert len(server.trained[1]) == 10
 
@@ -589,11 +591,10 @@ async def test_an_alarm_when_the_held_out_reward_falls_while_the_sampled_one_ris
 
     def reward(run):
         if run.scenario["id"].startswith("h"):
-            return 0.9 - 0.1 * server.version
-        turns["n"] += 1
-        return 0.1 * server.version + 0.01 * (turns["n"] % 2)
+            return 0.9 - 0.1 * now.server.version
+        return 0.1 * now.server.version + 0.01 * (next(turns) % 2)
 
-    turns = {"n": 0}
+    now, turns = SimpleNamespace(server=server), itertools.count(1)
     notes = Notes()
     settings = {"steps": 4, "eval_every": 1, "reward": reward}
     report = await go(server, tmp_path, display=notes, **settings)
@@ -604,3 +605,86 @@ async def test_an_alarm_when_the_held_out_reward_falls_while_the_sampled_one_ris
     again = await go(server, tmp_path, **settings)
     assert again.alarms == report.alarms
     assert [passed.step for passed in again.evaluations] == [0, 1, 2, 3, 4]
+
+
+async def test_another_reward_is_measured_anew_and_never_compared_with_the_one_before(tmp_path):
+    def first(run):
+        return next(turn) % 2 / 2
+
+    def second(run):
+        return 1 + next(turn) % 2
+
+    server, turn = MemoryServer(), itertools.count()
+    was = await go(server, tmp_path, reward=first)
+    notes = Notes()
+    report = await go(server, tmp_path, reward=second, steps=3, display=notes)
+    assert "come from another reward (" in notes.text
+    assert "second instead of " in notes.text
+    assert was.base_reward < 1 <= report.base_reward
+    assert server.opened[Purpose.EVAL, 0] == 6  # the base once more
+    assert [passed.step for passed in report.evaluations] == [0, 3]  # that of step 2 is the first reward's
+    assert [row.get("scored_by") for row in rows_of(tmp_path) if "outcome" in row] == [
+        *[r.scored_by for r in server.store.values() if r.step in (1, 2) and r.purpose == Purpose.TRAIN][:2],
+        next(r.scored_by for r in server.store.values() if r.step == 3),
+    ]
+    once_more = Notes()
+    await go(server, tmp_path, reward=second, steps=3, display=once_more)
+    assert "another reward" not in once_more.text
+    assert server.opened[Purpose.EVAL, 0] == 6
+
+
+async def test_success_of_another_reward_does_not_reach_the_target(tmp_path):
+    server = MemoryServer()
+    await go(server, tmp_path, steps=2)  # success 1.0
+    turn = itertools.count()
+    notes = Notes()
+    settings = {"reward": lambda run: {"reward": next(turn) % 2, "success": 0.5}, "target_success": 0.9}
+    report = await go(server, tmp_path, steps=3, target_steps=2, display=notes, **settings)
+    assert (report.steps, report.stopped) == (3, "steps")
+
+
+async def test_rollouts_of_a_step_that_was_stopped_are_played_again_for_another_reward(tmp_path):
+    server, turn = MemoryServer(), itertools.count()
+    server.fail["train_step"] = [ServerError("away")]
+    with pytest.raises(ServerError):
+        await go(server, tmp_path)
+    await go(server, tmp_path, reward=lambda run: {"reward": next(turn) % 2})
+    assert len([r for r in server.store.values() if r.step == 1 and r.purpose == Purpose.TRAIN]) == 8
+    assert not {r.id for r in list(server.store.values())[:7]} & set(server.trained[1])
+
+
+async def test_a_run_that_goes_on_says_where_and_a_finished_one_that_nothing_is_left(tmp_path):
+    server, notes = MemoryServer(), Notes()
+    await go(server, tmp_path, display=notes)
+    assert "going on" not in notes.text
+    assert "nothing is left" not in notes.text
+    await go(server, tmp_path, display=notes)
+    assert "nothing is left to train: all 2 steps are made (policy@2); more --steps go on" in notes.lines
+    await go(server, tmp_path, steps=3, display=notes)
+    assert "going on from policy@2, after step 2 of 3" in notes.lines
+    await go(server, tmp_path, steps=9, target_success=0.9, target_steps=2, display=notes)
+    assert "nothing is left to train: step 3 had reached target_success (policy@3)" in notes.lines
+
+
+async def test_each_kind_of_agent_error_is_told_once_with_where_to_look(tmp_path):
+    server, notes, turn = MemoryServer(), Notes(), itertools.count()
+
+    async def agent(scenario):
+        if next(turn) % 2:
+            raise ValueError("no such tool")
+        return {}
+
+    await go(server, tmp_path, agent=agent, steps=3, held_out=[], display=notes, concurrency=1)
+    (told,) = [line for line in notes.lines if "failed in" in line]
+    failed = next(r.id for r in server.store.values() if r.error is not None)
+    assert told == (
+        "warning: step 1: the agent failed in 2 of 4 rollouts: ValueError: no such tool (×2); look at one: "
+        f"art-backends rollouts show {failed} --folder {tmp_path}"
+    )
+
+
+async def test_a_run_whose_few_steps_all_had_no_spread_ends_as_one_that_learned_nothing(tmp_path):
+    notes = Notes()
+    with pytest.raises(NothingToLearnError, match=r"in 2 steps in a row no group .* What helps"):
+        await go(MemoryServer(), tmp_path, reward=lambda run: 0.5, display=notes)
+    assert sum("What helps" in line for line in notes.lines) == 1  # with the first, not with each

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 from art_backends.config import make_config
-from art_backends.errors import ConfigError, RewardError
+from art_backends.errors import ConfigError, NothingToLearnError, RewardError
 from art_backends.trajectories import Purpose
 
 from tests.backends.memory_server import MemoryServer, alternating, echo, go, rows_of
@@ -186,6 +186,7 @@ async def test_dynamic_sampling_goes_on_in_the_step_it_belongs_to(tmp_path):
         return counts[group] % 2 if spread else 0.0
 
     seen, counts = {}, defaultdict(int)
-    await go(server, tmp_path, agent=echo, reward=reward, steps=1, overlap=True, dynamic_sampling=2, held_out=[])
+    with pytest.raises(NothingToLearnError):
+        await go(server, tmp_path, agent=echo, reward=reward, steps=1, overlap=True, dynamic_sampling=2, held_out=[])
     assert server.opened[Purpose.TRAIN, 1] == 8
     assert server.opened[Purpose.TRAIN, 2] == 0

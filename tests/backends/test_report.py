@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from art_backends import report as module
@@ -140,3 +141,10 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "can_draw", lambda: False)
     with pytest.raises(ConfigError, match=r"art-inplace\[plot\]"):
         draw_curves(ROWS, [], tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize(
+    ("version", "last"), [("policy@0", "nothing was learned so far: policy@0 is"), ("policy@3", "serve it: ")]
+)
+def test_only_what_was_learned_is_offered_to_be_served(version, last):
+    assert summary(Report("policy", "model", version=version), Path("run"))[-1].startswith(last)

@@ -178,8 +178,12 @@ def test_the_alarm_when_held_out_and_sampled_reward_part(passed, rows, alarm):
 
 def test_evaluations_of_a_stopped_run():
     passed = [Evaluation(0, "policy@0", 9, 0.2, 0.1, 3, 1), Evaluation(5, "policy@5", 10, 0.4, None)]
-    rows = [evaluation_row(passed[1]), {"step": 3, "outcome": "committed", "version": 3}, evaluation_row(passed[0])]
-    assert list(evaluations(rows, 5).values()) == passed
-    assert list(evaluations(rows, 4)) == [0]
+    rows = [
+        evaluation_row(passed[1], "score#1"),
+        {"step": 3, "outcome": "committed", "version": 3},
+        evaluation_row(passed[0], "score#1"),
+    ]
+    assert list(evaluations(rows, 5, "score#1").values()) == passed
+    assert list(evaluations(rows, 4, "score#1")) == [0]
     anew = [*rows, {"step": 5, "outcome": "committed", "version": 5}]
-    assert list(evaluations(anew, 5)) == [0]  # version 5 is another one now
+    assert list(evaluations(anew, 5, "score#1")) == [0]  # version 5 is another one now

@@ -131,8 +131,8 @@ def test_ctrl_c_cancels_and_lets_it_clean_up():
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        run_to_end(main(), threads=1)
-    assert cleaned == [True]
+        run_to_end(main(), threads=1, stopping=lambda: cleaned.append("said"))
+    assert cleaned == ["said", True]  # before it is done
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from art_backends.errors import ConfigError
 from art_backends.models import PACKAGES
 from art_backends.server.folder import PolicyFile, read_pin, write_pin
-from art_backends.summary import evaluations
+from art_backends.summary import evaluations, last_reward
 from art_backends.tracking import read_metrics
 from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -100,10 +100,12 @@ def read(folder: Path) -> Catalog:
         raise ConfigError(f"{folder} is no run folder: it has no policy.json")
     name = str(policy.fixed["name"])
     rows = read_metrics(folder / METRICS)
-    rewards = {row["version"]: row.get("reward") for row in rows if "step" in row and row.get("outcome") == "committed"}
+    judge = last_reward(rows)  # figures by another reward cannot be compared with its
+    made = [row for row in rows if "step" in row and row.get("outcome") == "committed"]
+    rewards = {row["version"]: row.get("reward") if row.get("scored_by") == judge else None for row in made}
     found = versions.list_versions(folder / "versions", name)
     newest = max([0, *(info.version for info in found)])
-    held = {passed.version: passed for passed in evaluations(rows, newest).values()}
+    held = {passed.version: passed for passed in evaluations(rows, newest, judge).values()}
     begun = versions.read_version(folder / "versions", name, 0)
     entries = []
     for info in ([begun] if begun is not None else []) + found:

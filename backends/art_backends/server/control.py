@@ -73,6 +73,7 @@ class _Close(_Body):
     output: Any = None
     reward: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
+    scored_by: str | None = None
     error: RolloutError | None = None
     fault: str | None = None
 
@@ -208,6 +209,7 @@ class Control:
             output=body.output,
             reward=body.reward,
             metrics=body.metrics,
+            scored_by=body.scored_by,
             error=body.error,
             fault=body.fault,
         )

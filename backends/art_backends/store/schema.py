@@ -39,7 +39,7 @@ CREATE TABLE rollouts (
     closed        INTEGER NOT NULL DEFAULT 0,
     reward        REAL,
     fault         TEXT,
-    result_json   BLOB,                      -- output, metrics, error
+    result_json   BLOB,                      -- output, metrics, error, scored_by
     opened        REAL NOT NULL,
     finished      REAL
 );

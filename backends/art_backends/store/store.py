@@ -36,6 +36,7 @@ class Ending(TypedDict, total=False):
     output: Any
     reward: float | None
     metrics: Mapping[str, float] | None
+    scored_by: str | None
     error: RolloutError | None
     fault: str | None
 
@@ -130,6 +131,8 @@ class Store:
             "metrics": dict(ending.get("metrics") or {}),
             "error": None if error is None else error.model_dump(mode="json"),
         }
+        if ending.get("scored_by") is not None:
+            result["scored_by"] = ending.get("scored_by")
         with self._database.write() as connection:
             row = _rollout_row(connection, rollout_id)
             if row is None:

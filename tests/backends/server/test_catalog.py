@@ -84,6 +84,19 @@ def test_a_version_that_was_made_anew_has_no_figures_of_the_one_before(folder):
     assert (found.entry(3).held_out_reward, found.entry(3).reward, found.best.version) == (None, 0.1, 2)
 
 
+def test_figures_of_another_reward_are_not_compared(folder):
+    rows = [
+        {"step": 3, "outcome": "committed", "version": 2, "reward": 7.0, "scored_by": "one#1"},
+        {"evaluation": 3, "version": "policy@2", "held_out/reward": 9.0, "scored_by": "one#1"},
+        {"step": 4, "outcome": "committed", "version": 3, "reward": 0.3, "scored_by": "other#1"},
+        {"evaluation": 4, "version": "policy@3", "held_out/reward": 0.2, "scored_by": "other#1"},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = catalog.read(folder)
+    assert (found.entry(2).reward, found.entry(2).held_out_reward) == (None, None)
+    assert (found.entry(3).reward, found.entry(3).held_out_reward, found.best.version) == (0.3, 0.2, 3)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -55,6 +55,15 @@ def test_closing_is_idempotent_for_equal_content_only(store: Store, make_rollout
     with pytest.raises(NotFoundError, match="no rollout 'r9'"):
         store.close_rollout("r9", reward=1.0)
     assert store.rollouts()[0] == first
+    assert first.scored_by is None
+
+
+def test_which_reward_scored_it_is_part_of_the_outcome(store: Store, make_rollout: Make) -> None:
+    store.open_rollout(make_rollout())
+    store.close_rollout("r1", reward=0.5, scored_by="mine:score#1")
+    assert store.rollouts()[0].scored_by == "mine:score#1"
+    with pytest.raises(ConflictError):
+        store.close_rollout("r1", reward=0.5, scored_by="mine:score#2")
 
 
 def test_an_id_is_taken_once(store: Store, make_rollout: Make, make_call: MakeCall) -> None:
