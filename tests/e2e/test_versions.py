@@ -104,6 +104,21 @@ def test_a_run_goes_on_from_where_it_was_rolled_back_to(mine: Any) -> None:
     assert (mine.run / "versions/policy@3").exists()
 
 
+def test_a_finished_run_is_measured_anew_by_another_reward(mine: Any) -> None:
+    was = mine.report()
+    with (mine.path / "my_rewards.py").open("a") as file:
+        file.write("\n\ndef doubled(run):\n    return {'reward': 10 + 2 * score(run)['reward'], 'success': True}\n")
+    done = mine.call("art-langgraph", *mine.training("--held-out", "0.2", reward="my_rewards:doubled"))
+    assert done.code == 0, done.err
+    assert "from another reward (my_rewards:doubled instead of my_rewards:score)" in done.out
+    assert "nothing is left to train: all 3 steps are made (policy@3)" in done.out
+    report = mine.report()
+    assert report["base_reward"] == pytest.approx(10 + 2 * was["base_reward"])  # greedy: the same answers
+    assert report["trained_reward"] == pytest.approx(10 + 2 * was["trained_reward"])
+    listed = versions(mine, "list", "--json")
+    assert [entry["reward"] for entry in json.loads(listed.out) if entry["version"] != "policy@3"] == [None, None]
+
+
 def test_a_folder_in_use_is_left_alone(mine: Any, waiting: Callable[..., Any]) -> None:
     process = mine.start("art-backends", "serve", "--folder", "run", "--port", "0", "--threads", "1")
     file: Path = mine.run / "server.json"
