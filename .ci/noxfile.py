@@ -10,6 +10,7 @@ nox.options.default_venv_backend = "venv"
 PYTHONS = ["3.11", "3.12", "3.13"]
 TESTING = ["pytest", "pytest-asyncio", "pytest-socket", "pytest-timeout", "pytest-xdist", "hypothesis"]
 PROVIDERS = ["langchain-anthropic", "langchain-google-genai", "langchain-ollama"]
+WATCHERS = ["langfuse>=5", "openinference-instrumentation-langchain", "openinference-instrumentation-openai"]
 
 
 @nox.session(python=PYTHONS)
@@ -24,6 +25,6 @@ def capture(session: nox.Session, openai: str) -> None:
 @nox.session(python=PYTHONS)
 def langgraph(session: nox.Session) -> None:
     """Everything of the LangGraph door that needs no model."""
-    session.install("-e", "..[langgraph]", "langchain>=1.0", *PROVIDERS, *TESTING)
+    session.install("-e", "..[langgraph]", "langchain>=1.0", *PROVIDERS, *WATCHERS, *TESTING)
     session.chdir("..")
     session.run("pytest", "-q", "-n", "2", "-m", "not slow", "tests/art_langgraph", "tests/backends/capture")
