@@ -167,14 +167,12 @@ class Work:
 
 async def once(model: PreTrainedModel, work: Work, warm_up: tuple[int, ...]) -> dict[str, float]:
     """Seconds of both, of the clock and of the CPU, and how far the engine's logprobs are off."""
-    engine = Engine(model)
-    engine.start()
-    await ours(engine, [warm_up] * 2, 4, 0)
-    one, one_s = await ours(engine, work.prompts, work.first, 0)
-    follow = work.follow([[token.id for token in row] for row in one])
-    two, two_s = await ours(engine, follow, work.second, 1000)
-    metrics = engine.metrics()
-    await engine.close()
+    async with Engine(model) as engine:
+        await ours(engine, [warm_up] * 2, 4, 0)
+        one, one_s = await ours(engine, work.prompts, work.first, 0)
+        follow = work.follow([[token.id for token in row] for row in one])
+        two, two_s = await ours(engine, follow, work.second, 1000)
+        metrics = engine.metrics()
     with torch.inference_mode():
         off = differences(model, [*work.prompts, *follow], [*one, *two])
         plain(model, work.prompts[:2], 2)

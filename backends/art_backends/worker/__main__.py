@@ -105,12 +105,11 @@ def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        engine.start()
-        try:
-            yield
-        finally:
-            await jobs.close()
-            await engine.close()
+        async with engine:
+            try:
+                yield
+            finally:
+                await jobs.close()
 
     app.router.lifespan_context = lifespan
     return app, {"ready": True, "digest": base.digest, "max_model_len": engine.max_model_len}

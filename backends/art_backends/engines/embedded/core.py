@@ -17,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from types import TracebackType
+from typing import Self, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -102,6 +103,15 @@ class Engine:
             await asyncio.to_thread(self._thread.join)
         else:
             self._fail_all(EngineError("the engine is closed", 503, "engine_closed"))
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     def submit(self, generation: Generation) -> AsyncIterator[Token]:
         """Sample one row. Closing the iterator cancels it and frees its place.

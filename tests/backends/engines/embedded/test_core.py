@@ -6,8 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,6 @@ Adapters = Callable[..., Path]
 
 # So small that everything happens: segments of several pieces, splits, spills, waiting rows, evictions.
 TIGHT = Limits(max_rows=6, slots=8, slot_tokens=24, min_shared=4, fold=6, piece=16, cache_tokens=300)
-
-
-@asynccontextmanager
-async def running(model: PreTrainedModel, **options: Any) -> AsyncIterator[Engine]:
-    engine = Engine(model, **options)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        await asyncio.wait_for(engine.close(), 30)
 
 
 async def collect(
@@ -76,7 +65,7 @@ async def test_three_turns_of_many_rows_equal_the_plain_model(kind: str, new_mod
     base = story(1, 30)
     prompts = [base[: 10 + (i % 4) * 6] + [i % 3] * (i % 5 + 1) + base[: i % 7] for i in range(12)]
     found: list[float] = []
-    async with running(model, max_model_len=200, limits=TIGHT) as engine:
+    async with Engine(model, max_model_len=200, limits=TIGHT) as engine:
         assert isinstance(engine._executor, Cascade)
         for turn in range(3):
             rows = await asyncio.gather(*(collect(engine, ids, count=6, seed=i) for i, ids in enumerate(prompts)))
@@ -90,7 +79,7 @@ async def test_three_turns_of_many_rows_equal_the_plain_model(kind: str, new_mod
 
 async def test_bfloat16_stays_near(new_model: Models) -> None:
     model = new_model().to(torch.bfloat16)
-    async with running(model, limits=TIGHT) as engine:
+    async with Engine(model, limits=TIGHT) as engine:
         assert isinstance(engine._executor, Cascade)
         rows = await asyncio.gather(*(collect(engine, story(1, 20), seed=i) for i in range(4)))
     off = [value for row in rows for value in errors(model, story(1, 20), row)]
@@ -105,7 +94,7 @@ async def test_adapter_mix_equals_peft(new_model: Models, new_adapter: Adapters,
     for name, folder in folders.items():
         references[name] = PeftModel.from_pretrained(new_model(), folder).eval()
     prompt = story(2, 25)
-    async with running(model, limits=TIGHT, keep_versions=0) as engine:
+    async with Engine(model, limits=TIGHT, keep_versions=0) as engine:
         for name, folder in folders.items():
             engine.load_adapter(name, folder)
         assert engine.adapters() == ["policy@1", "policy@2"]
@@ -126,14 +115,14 @@ async def test_greedy_equals_generate(new_model: Models) -> None:
     prompt = story(3, 17)
     with torch.no_grad():
         expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, 17:].tolist()
-    async with running(model) as engine:
+    async with Engine(model) as engine:
         row = await collect(engine, prompt, count=12, temperature=0)
     assert ids_of(row) == expected
     assert_close(errors(model, prompt, row))
 
 
 async def test_a_seed_gives_the_same_tokens_whatever_else_runs(new_model: Models) -> None:
-    async with running(new_model(), limits=TIGHT) as engine:
+    async with Engine(new_model(), limits=TIGHT) as engine:
         alone = await collect(engine, story(4, 12), seed=7, count=15)
         others = [collect(engine, story(4, 6 + i), count=3 + i) for i in range(9)]
         crowded, *_ = await asyncio.gather(collect(engine, story(4, 12), seed=7, count=15), *others)
@@ -143,7 +132,7 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_runs(new_model: Models
 
 async def test_unseeded_rows_differ_and_follow_the_engines_seed(new_model: Models) -> None:
     async def two() -> list[list[int]]:
-        async with running(new_model(), seed=3) as engine:
+        async with Engine(new_model(), seed=3) as engine:
             return [ids_of(await collect(engine, story(4, 12), count=15)) for _ in range(2)]
 
     first, second = await two(), await two()
@@ -164,7 +153,7 @@ async def test_a_shared_prompt_is_computed_once(new_model: Models) -> None:
 
 async def test_a_later_row_shares_the_prompt_of_a_running_one(new_model: Models) -> None:
     model, prompt = new_model(), story(5, 40)
-    async with running(model) as engine:
+    async with Engine(model) as engine:
         first = engine.submit(Generation(tuple(prompt), None, 400, seed=1))
         early = [await anext(first)]
         later = await asyncio.gather(*(collect(engine, prompt[:35] + [i] * 5, seed=i) for i in range(3)))
@@ -177,7 +166,7 @@ async def test_a_later_row_shares_the_prompt_of_a_running_one(new_model: Models)
 
 async def test_the_next_turn_computes_only_what_is_new(new_model: Models) -> None:
     model = new_model()
-    async with running(model) as engine:
+    async with Engine(model) as engine:
         prompt = story(6, 30)
         rows = await asyncio.gather(*(collect(engine, prompt, count=20, seed=i) for i in range(6)))
         before = engine.metrics()["prefill_tokens_computed"]
@@ -194,7 +183,7 @@ async def test_the_next_turn_computes_only_what_is_new(new_model: Models) -> Non
 
 
 async def test_finish_reasons(new_model: Models) -> None:
-    async with running(new_model(), max_model_len=32) as engine:
+    async with Engine(new_model(), max_model_len=32) as engine:
         whole = await collect(engine, story(7, 10), count=6, temperature=0)
         assert [token.finish for token in whole] == [None] * 5 + ["length"]
         stop = ids_of(whole)[3]
@@ -241,7 +230,7 @@ async def test_what_cannot_be_served_is_refused_at_once(
 
 
 async def test_unloading_lets_running_rows_finish(new_model: Models, new_adapter: Adapters, tmp_path: Path) -> None:
-    async with running(new_model()) as engine:
+    async with Engine(new_model()) as engine:
         engine.load_adapter("policy@1", new_adapter(tmp_path / "a"))
         rows = engine.submit(Generation((1, 2, 3), "policy@1", 100, seed=5))
         first = await anext(rows)
@@ -261,7 +250,7 @@ async def test_unloading_lets_running_rows_finish(new_model: Models, new_adapter
 async def test_a_version_whose_folder_is_gone_fails_its_rows_only(
     new_model: Models, new_adapter: Adapters, tmp_path: Path
 ) -> None:
-    async with running(new_model()) as engine:
+    async with Engine(new_model()) as engine:
         engine.load_adapter("policy@1", new_adapter(tmp_path / "a"))
         shutil.rmtree(tmp_path / "a")
         base, lost = await asyncio.gather(
@@ -277,7 +266,7 @@ async def test_output_that_is_not_finite_fails_its_rows_only(
     new_model: Models, new_adapter: Adapters, tmp_path: Path
 ) -> None:
     model = new_model()
-    async with running(model, limits=TIGHT) as engine:
+    async with Engine(model, limits=TIGHT) as engine:
         engine.load_adapter("broken@1", new_adapter(tmp_path / "a", scale=1e18))
         names = [None, "broken@1"] * 3
         rows = await asyncio.gather(*(collect(engine, story(8, 9), n) for n in names), return_exceptions=True)
@@ -295,7 +284,7 @@ async def test_output_that_is_not_finite_fails_its_rows_only(
 
 async def test_closing_the_iterator_frees_the_place(new_model: Models) -> None:
     model = new_model()
-    async with running(model, limits=Limits(max_rows=1, slots=1, slot_tokens=96)) as engine:
+    async with Engine(model, limits=Limits(max_rows=1, slots=1, slot_tokens=96)) as engine:
         rows = engine.submit(Generation(tuple(story(1, 20)), None, 400))
         await anext(rows)
         waiting = asyncio.ensure_future(collect(engine, story(1, 22)))
@@ -395,7 +384,7 @@ class Evens:
 async def test_masks_constrain_their_row_and_fail_alone(new_model: Models) -> None:
     model, prompt = new_model(), story(1, 12)
     good, bad = Evens(), Evens(fail_at=2)
-    async with running(model) as engine:
+    async with Engine(model) as engine:
         one, two, free = await asyncio.gather(
             collect(engine, prompt, mask=good, top_logprobs=3),
             collect(engine, prompt, mask=bad),

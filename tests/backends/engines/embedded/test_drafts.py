@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -83,16 +82,6 @@ def test_contexts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.guess(Trail([199, 200, 201]), 1, 1) == [1]
 
 
-@asynccontextmanager
-async def running(model: PreTrainedModel, **options: Any) -> AsyncIterator[Engine]:
-    engine = Engine(model, **options)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        await asyncio.wait_for(engine.close(), 30)
-
-
 async def collect(engine: Engine, prompt: Iterable[int], **how: Any) -> list[Token]:
     return [token async for token in engine.submit(Generation(tuple(prompt), None, **how))]
 
@@ -125,7 +114,7 @@ async def test_tokens_are_the_same_with_and_without_guesses(
     for guesses in (0, 12):
         passes.clear()
         found: list[list[Token]] = []
-        async with running(model, max_model_len=60, limits=limits, guesses=guesses) as engine:
+        async with Engine(model, max_model_len=60, limits=limits, guesses=guesses) as engine:
             for _ in range(2):  # the second time what they say is known
                 how = {"max_tokens": 100, "temperature": heat}
                 found += await asyncio.gather(*(collect(engine, ids, seed=at, **how) for at, ids in enumerate(prompts)))
@@ -145,7 +134,7 @@ async def test_tokens_are_the_same_with_and_without_guesses(
 
 async def test_a_stop_token_among_the_guesses_ends_the_row(new_model: Models) -> None:
     model = new_model()
-    async with running(model, max_model_len=60) as engine:
+    async with Engine(model, max_model_len=60) as engine:
         usual = await collect(engine, [5, 6, 7, 8], max_tokens=20, temperature=0)
         stop = usual[12].id
         first = [token.id for token in usual].index(stop)
