@@ -188,6 +188,7 @@ async def _status(options: argparse.Namespace) -> int:
     counts = Table("what", "count", title="rollouts and calls")
     for key, value in status["rollouts"].items():
         counts.add_row(key, str(value))
+    counts.add_row("app calls answered since start, not kept", str(status["proxy"]["apps"]))
     console.print(counts)
     return 0
 

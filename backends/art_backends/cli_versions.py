@@ -113,9 +113,9 @@ async def _list(options: argparse.Namespace) -> int:
             table.add_row(
                 f"@{entry.version}",
                 str(entry.step),
-                _figure(entry.reward),
-                _figure(entry.held_out_reward),
-                _figure(entry.held_out_success),
+                catalog.figure(entry.reward),
+                catalog.figure(entry.held_out_reward),
+                catalog.figure(entry.held_out_success),
                 f"{entry.bytes / 1e6:.1f}",
                 ", ".join(marks),
             )
@@ -132,7 +132,7 @@ async def _compare(options: argparse.Namespace) -> int:
             return 0
         table = Table("", f"{found.policy}@{one.version}", f"{found.policy}@{other.version}")
         for name, left, right in rows:
-            table.add_row(name, _figure(left), _figure(right))
+            table.add_row(name, *catalog.figures(left, right))
         plain_console().print(table)
     return 0
 
@@ -219,9 +219,3 @@ async def _run(command: list[str]) -> None:
         problem = {"type": "ServerError", "message": f"merging ended with exit code {process.returncode}"}
     if process.returncode or problem:
         raise revive(str(problem.get("type")), str(problem.get("message")))
-
-
-def _figure(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

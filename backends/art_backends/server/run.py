@@ -1,8 +1,8 @@
 """Starts the server on a run folder, serves until told to stop, and stops in order.
 
 Start: see that nobody holds the folder, bind the address, lock the folder, start the worker, check that folder and
-settings fit, reconcile, probe, serve, announce. Stop (SIGTERM, SIGINT, or the parent's end): take no new calls, let those in flight finish within a
-deadline, end the step in the making (it is made again), close store and worker.
+settings fit, reconcile, probe, serve, announce. Stop (SIGTERM, SIGINT, or the parent's end): take no new calls, let
+those in flight finish within a deadline, end the step in the making (it is made again), close store and worker.
 
 It refuses an address that other machines can reach unless that is asked for in so many words.
 """
