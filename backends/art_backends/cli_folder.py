@@ -36,6 +36,11 @@ def check(folder: Path) -> Holder | None:
     held = held_by(folder)
     if held is not None or (folder / POLICY).exists():
         return held
+    if (folder / "logs").is_dir():
+        raise ConfigError(
+            f"{folder} is no run folder yet: it has no {POLICY}; if a run was started on it just now, try again in a "
+            f"moment, else {folder}/logs says why it ended"
+        )
     if folder.is_dir():
         raise ConfigError(f"{folder} is no run folder: it has no {POLICY}{_others()}")
     raise ConfigError(f"there is no run folder {folder}{_others()}")
