@@ -49,13 +49,16 @@ FLOORS = {
     "server": 4,
     "worker": 4,
     "cli": 5,
+    "cli_folder": 5,
+    "cli_rollouts": 5,
     "cli_versions": 5,
     "art_langgraph": 5,
     "art_mcp": 5,
 }
 SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
-SIDEWAYS |= {("cli", "cli_versions")}
+SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts")}
+SIDEWAYS |= {("cli", "cli_folder"), ("cli_versions", "cli_folder"), ("cli_rollouts", "cli_folder")}
 # the loop's own helpers
 SIDEWAYS |= {("loop", "playing"), ("loop", "checks"), ("playing", "batches"), ("playing", "rollouts")}
 SIDEWAYS |= {("playing", "checks"), ("checks", "rollouts"), ("checks", "summary")}
@@ -63,7 +66,8 @@ SIDEWAYS |= {("batches", "rollouts"), ("batches", "summary")}
 HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
-LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft", "cli_versions"}
+LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft"}
+LIGHT_ROOMS |= {"cli_folder", "cli_rollouts", "cli_versions"}
 LIGHT_ROOMS |= {"stragglers", "playing", "checks", "stacks", "watchdog", "failures"}
 
 

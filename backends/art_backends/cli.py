@@ -14,18 +14,19 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from art_backends import cli_versions, sft, stacks
+from art_backends import cli_rollouts, cli_versions, sft, stacks
 from art_backends.backend import LocalServer
-from art_backends.client import Client
+from art_backends.cli_folder import add_folder, connected, running
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
 from art_backends.display import make_display, plain_console
 from art_backends.errors import ArtError, ConfigError, ServerError
-from art_backends.server.folder import SERVER
+from art_backends.server.folder import POLICY
 from art_backends.server.run import serve
 
 STACKS_SECONDS = 10.0  # until a server that does not answer is taken to hang
@@ -76,31 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     cli_versions.add_parser(commands)
 
     status = commands.add_parser("status", help="policies, versions, children, rollouts of a running server")
-    _add_folder(status)
+    add_folder(status, as_json=True)
     status.set_defaults(run=_status)
 
     asking = commands.add_parser("stacks", help="make a running server and its worker write where they stand")
-    asking.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
+    add_folder(asking)
     asking.set_defaults(run=_stacks)
 
-    rollouts = commands.add_parser("rollouts", help="the rollouts of a running server")
-    actions = rollouts.add_subparsers(required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="the newest rollouts, a line each")
-    listing.add_argument("--step", type=int, help="only those of this training step")
-    listing.add_argument("--purpose", choices=["train", "eval"], help="only training or evaluation")
-    listing.add_argument("--limit", type=int, default=50, help="how many at the most (default: 50)")
-    _add_folder(listing)
-    listing.set_defaults(run=_list_rollouts)
-    show = actions.add_parser("show", help="one rollout: messages, tokens, what was trained with what advantage")
-    show.add_argument("id", help="the rollout's id")
-    _add_folder(show)
-    show.set_defaults(run=_show_rollout)
+    cli_rollouts.add_parser(commands)
     return parser
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 async def _serve(options: argparse.Namespace) -> int:
@@ -156,7 +141,7 @@ async def _sft(options: argparse.Namespace) -> int:
 
 def _resumed(config: TrainConfig, options: argparse.Namespace) -> TrainConfig:
     """Serving an existing run folder needs no settings: those it was made with are the defaults."""
-    file = config.folder / "policy.json"
+    file = config.folder.expanduser() / POLICY
     if not file.exists():
         return config
     defaults = {key: value for key, value in _object(file).items() if key in TrainConfig.model_fields}
@@ -180,21 +165,9 @@ def _announce(said: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _client(folder: Path) -> Client:
-    try:
-        url = json.loads((folder / SERVER).read_text())["url"]
-        token = (folder / "admin.token").read_text().strip()
-    except (OSError, ValueError, KeyError):
-        raise ServerError(f"no server runs on {folder}; start one with: art-backends serve --folder {folder}") from None
-    return Client(url, token)
-
-
 async def _status(options: argparse.Namespace) -> int:
-    client = _client(options.folder)
-    try:
+    async with connected(options.folder) as client:
         status = await client.status()
-    finally:
-        await client.aclose()
     console = plain_console()
     if options.json:
         console.print_json(data=status)
@@ -215,100 +188,32 @@ async def _status(options: argparse.Namespace) -> int:
     counts = Table("what", "count", title="rollouts and calls")
     for key, value in status["rollouts"].items():
         counts.add_row(key, str(value))
+    counts.add_row("app calls answered since start, not kept", str(status["proxy"]["apps"]))
     console.print(counts)
     return 0
 
 
 async def _stacks(options: argparse.Namespace) -> int:
-    client = _client(options.folder)  # says it if no server runs
-    server = _object(options.folder / SERVER)
+    server = running(options.folder).pid
     children: list[int] = []
-    try:
-        async with asyncio.timeout(STACKS_SECONDS):
-            children = [child["pid"] for child in (await client.status())["children"] if child["pid"]]
-    except (ServerError, TimeoutError):
-        pass  # it hangs: that is why its stacks are asked for
-    finally:
-        await client.aclose()
-    for pid in (int(server["pid"]), *children):
+    async with connected(options.folder) as client:
+        with suppress(ServerError, TimeoutError):  # it hangs: that is why its stacks are asked for
+            async with asyncio.timeout(STACKS_SECONDS):
+                children = [child["pid"] for child in (await client.status())["children"] if child["pid"]]
+    for pid in (server, *children):
+        if pid is None:
+            continue
         try:
             os.kill(pid, signal.SIGUSR1)
         except ProcessLookupError:
             raise ServerError(f"process {pid} of {options.folder} is gone") from None
     logs = options.folder / "logs"
     plain_console().print(
-        f"asked server (process {server['pid']}) and worker ({', '.join(map(str, children)) or 'not known'}): see "
+        f"asked server (process {server}) and worker ({', '.join(map(str, children)) or 'not known'}): see "
         f"{logs}/server.log (or the terminal where it was started) and {logs}/worker.log",
         soft_wrap=True,
     )
     return 0
-
-
-async def _list_rollouts(options: argparse.Namespace) -> int:
-    client = _client(options.folder)
-    try:
-        rollouts = await client.rollouts(step=options.step, purpose=options.purpose, limit=options.limit)
-    finally:
-        await client.aclose()
-    console = plain_console()
-    if options.json:
-        console.print_json(data=[rollout.model_dump(mode="json") for rollout in rollouts])
-        return 0
-    table = Table("rollout", "purpose", "step", "scenario", "version", "state", "reward")
-    for rollout in rollouts:
-        state = rollout.fault or ("closed" if rollout.closed else "open")
-        reward = "" if rollout.reward is None else f"{rollout.reward:.3f}"
-        step = "" if rollout.step is None else str(rollout.step)
-        table.add_row(rollout.id, rollout.purpose, step, rollout.scenario_id, rollout.version, state, reward)
-    console.print(table)
-    return 0
-
-
-async def _show_rollout(options: argparse.Namespace) -> int:
-    client = _client(options.folder)
-    try:
-        rollout, training = await client.rollout_with_training(options.id)
-    finally:
-        await client.aclose()
-    console = plain_console()
-    if options.json:
-        console.print_json(data={**rollout.model_dump(mode="json"), "training": training})
-        return 0
-    reward = "none" if rollout.reward is None else f"{rollout.reward:.3f}"
-    console.print(f"rollout {rollout.id} · {rollout.purpose} · scenario {rollout.scenario_id} · {rollout.version}")
-    console.print(f"reward {reward} {rollout.metrics or ''}")
-    for trouble in (rollout.fault, rollout.error and f"{rollout.error.type}: {rollout.error.message}"):
-        if trouble:
-            console.print(f"  {trouble}")
-    trained = {(item["call"], item["choice"]): item for item in training}
-    for call in rollout.calls:
-        console.rule(f"call {call.sequence} · node {'/'.join(call.node.path) or '-'} · {call.version} · {call.status}")
-        console.print(
-            f"prompt {len(call.prompt_token_ids)} tokens ({call.prompt_mode}), continues {call.continues or 'nothing'}"
-            f"{', drifted' if call.drifted else ''}{f', excluded: {call.excluded}' if call.excluded else ''}"
-        )
-        for message in call.request.get("messages", []):
-            console.print(f"  {message.get('role')}: {_text_of(message)}")
-        for choice in call.choices:
-            console.print(f"  → {_text_of(choice.message)}", style="bold")
-            item = trained.get((call.id, choice.index))
-            said = "not trained yet" if item is None else _trained(item)
-            console.print(f"    {len(choice.token_ids)} tokens sampled, {choice.finish_reason}; {said}")
-    return 0
-
-
-def _trained(item: dict[str, Any]) -> str:
-    if item.get("excluded"):
-        return f"not trained: {item['excluded']}"
-    return f"{item['trained']} tokens trained with advantage {item['advantage']:+.3f}"
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    parts = [] if message.get("content") in (None, "") else [str(message["content"])]
-    for tool_call in message.get("tool_calls") or []:
-        function = tool_call.get("function", {})
-        parts.append(f"{function.get('name')}({function.get('arguments')})")
-    return " ".join(parts)
 
 
 if __name__ == "__main__":

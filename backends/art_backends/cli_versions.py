@@ -17,8 +17,9 @@ from typing import Any
 
 from rich.table import Table
 
+from art_backends.cli_folder import add_folder, check
 from art_backends.display import plain_console
-from art_backends.errors import ConfigError, ServerError, revive
+from art_backends.errors import FolderInUseError, ServerError, revive
 from art_backends.server import catalog
 from art_backends.server.folder import POLICY, RunFolder
 
@@ -62,17 +63,21 @@ def add_parser(commands: Any) -> None:
     exporting.set_defaults(run=_export)
 
     for action in (listing, comparing):
-        action.add_argument("--json", action="store_true", help="print JSON")
-    for action in (listing, comparing, pinning, unpinning, rolling, pruning, exporting):
-        action.add_argument("--folder", type=Path, default=Path(".art/run"), help="run folder (default: .art/run)")
+        add_folder(action, as_json=True)
+    for action in (pinning, unpinning, rolling, pruning, exporting):
+        add_folder(action)
 
 
 @contextmanager
 def _catalog(folder: Path) -> Iterator[catalog.Catalog]:
     """The catalog of a folder that nobody else uses; ConfigError before anything is made if it is no run folder."""
-    if not (folder / POLICY).exists():
-        raise ConfigError(f"{folder} is no run folder: it has no {POLICY}")
-    held = RunFolder.acquire(folder)
+    check(folder)
+    try:
+        held = RunFolder.acquire(folder, "versions")
+    except FolderInUseError as error:
+        raise FolderInUseError(
+            f"{error}; art-backends status --folder {folder} shows the versions that a running server has"
+        ) from None
     try:
         yield catalog.read(held.path)
     finally:
@@ -108,9 +113,9 @@ async def _list(options: argparse.Namespace) -> int:
             table.add_row(
                 f"@{entry.version}",
                 str(entry.step),
-                _figure(entry.reward),
-                _figure(entry.held_out_reward),
-                _figure(entry.held_out_success),
+                catalog.figure(entry.reward),
+                catalog.figure(entry.held_out_reward),
+                catalog.figure(entry.held_out_success),
                 f"{entry.bytes / 1e6:.1f}",
                 ", ".join(marks),
             )
@@ -127,7 +132,7 @@ async def _compare(options: argparse.Namespace) -> int:
             return 0
         table = Table("", f"{found.policy}@{one.version}", f"{found.policy}@{other.version}")
         for name, left, right in rows:
-            table.add_row(name, _figure(left), _figure(right))
+            table.add_row(name, *catalog.figures(left, right))
         plain_console().print(table)
     return 0
 
@@ -214,9 +219,3 @@ async def _run(command: list[str]) -> None:
         problem = {"type": "ServerError", "message": f"merging ended with exit code {process.returncode}"}
     if process.returncode or problem:
         raise revive(str(problem.get("type")), str(problem.get("message")))
-
-
-def _figure(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

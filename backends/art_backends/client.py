@@ -174,8 +174,13 @@ class Client:
         group: str | None = None,
         limit: int | None = None,
         after: str | None = None,
+        prefix: str | None = None,
+        newest: bool | None = None,
     ) -> list[Rollout]:
-        """Rollouts without their calls, in order of opening; ``after`` is the last id of the page before."""
+        """Rollouts without their calls, in order of opening; ``after`` is the last id of the page before.
+
+        ``prefix``: those whose ids begin so. ``newest``: where there are more than ``limit``, the last of them.
+        """
         filters = {
             "policy": policy,
             "step": step,
@@ -184,6 +189,8 @@ class Client:
             "group": group,
             "limit": limit,
             "after": after,
+            "prefix": prefix,
+            "newest": None if newest is None else str(newest).lower(),
         }
         given = {key: str(value) for key, value in filters.items() if value is not None}
         reply = _object(await self._ask("GET", "/rollouts", parameters=given))

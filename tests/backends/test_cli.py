@@ -1,22 +1,16 @@
 """``art-backends``: what it understands, what it says when something is wrong, and what it shows of a server."""
 
-import asyncio
-import contextlib
 import json
-import sys
+import os
+import re
+import signal
 import typing
-from pathlib import Path
 
 import pytest
 from art_backends import cli
 from art_backends.cli import main
-from art_backends.client import Client
 from art_backends.config import TrainConfig
 from art_backends.server.folder import PolicyFile
-from art_backends.server.run import serve
-from art_backends.server.supervisor import Supervisor
-
-FAKE_WORKER = Path(__file__).parent / "server" / "fake_worker.py"
 
 
 @pytest.fixture
@@ -98,9 +92,7 @@ def test_a_folder_whose_settings_cannot_be_read(served, tmp_path, capsys, conten
         (["serve", "--config", "nothing.toml"], "nothing.toml: cannot be read"),
         (["serve", "--host", "0.0.0.0", "--folder", "FOLDER"], "--allow-remote"),
         (["serve", "--settings", "nothing.json"], "nothing.json: cannot be read"),
-        (["status", "--folder", "FOLDER"], "no server runs on FOLDER; start one with: art-backends serve --folder"),
-        (["rollouts", "list", "--folder", "FOLDER"], "no server runs on FOLDER"),
-        (["rollouts", "show", "x", "--folder", "FOLDER"], "no server runs on FOLDER"),
+        (["status", "--folder", "FOLDER"], "there is no run folder FOLDER"),
     ],
 )
 def test_errors_are_one_clear_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, words):
@@ -121,16 +113,6 @@ def test_a_refused_start_is_announced(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["ready"] is False
     assert said["type"] == "ConfigError"
-
-
-def test_a_server_that_was_killed_is_said_to_be_gone(tmp_path, capsys):
-    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
-    (tmp_path / "admin.token").write_text("secret")
-    assert main(["status", "--folder", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("art-backends: ")
-    assert "127.0.0.1:9" in said
-    assert "secret" not in said
 
 
 def test_ctrl_c_is_130(monkeypatch, tmp_path):
@@ -168,83 +150,39 @@ def option(name: str) -> list[str]:
 # what it shows, of a real server
 
 
-@pytest.fixture
-async def folder(tmp_path):
-    """The folder of a running server with one rollout that was trained; a name with markup in it."""
-    run, faults = tmp_path / "run", tmp_path / "faults"
-    faults.mkdir()
-    config = TrainConfig(folder=run, base_model="fake")
-    command = [sys.executable, str(FAKE_WORKER), "--versions", str(run / "versions"), "--faults", str(faults)]
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    task = asyncio.create_task(
-        serve(
-            config,
-            on_ready=ready.set_result,
-            stop=stop,
-            make_worker=lambda *_: Supervisor(command, log_file=tmp_path / "worker.log"),
-            drain_seconds=5,
-        )
-    )
-    await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        task.result()
-    async with Client(ready.result(), (run / "admin.token").read_text().strip()) as client:
-        rollouts = []
-        for sample in range(2):
-            rollout = await client.open_rollout(policy="policy", step=1, group="g", sample=sample, scenario_id="[red]s")
-            await chat(rollout.base_url, rollout.token)
-            await client.close_rollout(rollout.id, reward=float(sample), metrics={"success": float(sample)})
-            rollouts.append(rollout.id)
-        await client.train_step(1, config, rollout_ids=rollouts)
-    try:
-        yield run, rollouts
-    finally:
-        stop.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+async def test_status_of_a_running_server(trained, capsys):
+    shown = await trained.says("status")
+    assert "policy@1" in shown
+    assert "worker" in shown
+    assert "app calls answered since start, not kept │ 0 " in shown
+    assert json.loads(await trained.says("status", "--json"))["policies"][0]["version"] == 1
+    await trained.chat(f"{trained.url}/v1", (trained.run / "agent.token").read_text().strip())
+    shown = await trained.says("status")
+    assert "app calls answered since start, not kept │ 1 " in shown
+    assert re.search(r"calls +│ 2 ", shown), "those of the two rollouts alone are kept"
 
 
-async def chat(base_url: str, token: str) -> None:
-    import httpx
+async def test_a_second_server_is_refused_for_its_folder_before_its_port(trained):
+    port = trained.url.rsplit(":", 1)[1]
+    message = await trained.refuses("serve", "--port", port)
+    assert f"{trained.run} is in use by process {os.getpid()} at {trained.url}: stop it" in message
+    message = await trained.refuses("serve", "--port", port, folder=trained.run.with_name("other"))
+    assert f"port {port} on 127.0.0.1 is taken by another program" in message
+    assert "--port 0" in message
 
-    body = {"model": "gpt-4o-mini", "messages": [{"role": "user", "content": "where [bold]is[/bold] 4417?"}]}
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
-        reply = await http.post(f"{base_url}/chat/completions", json=body, headers={"authorization": f"Bearer {token}"})
-        assert reply.status_code == 200, reply.text
+
+async def test_stacks_asks_the_server_and_its_worker(trained, monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: asked.append((pid, number)))
+    shown = await trained.says("stacks")
+    (child,) = (await trained.client.status())["children"]
+    assert asked == [(os.getpid(), signal.SIGUSR1), (child["pid"], signal.SIGUSR1)]
+    assert f"asked server (process {os.getpid()}) and worker ({child['pid']})" in shown
 
 
-async def test_what_a_running_server_shows(folder, capsys):
-    run, (first, second) = folder
-
-    async def show(*arguments: str) -> str:
-        """The command as a user runs it, in a thread because it has an event loop of its own."""
-        capsys.readouterr()
-        code = await asyncio.to_thread(main, [*arguments, "--folder", str(run)])
-        said = capsys.readouterr()
-        assert code == 0, said.err
-        return said.out
-
-    status = await show("status")
-    assert "policy@1" in status
-    assert "worker" in status
-    assert json.loads(await show("status", "--json"))["policies"][0]["version"] == 1
-
-    listed = await show("rollouts", "list", "--step", "1")
-    assert first in listed
-    assert second in listed
-    assert "[red]s" in listed  # text of the app is shown, not read as markup
-    assert first not in await show("rollouts", "list", "--step", "2")
-    assert {row["id"] for row in json.loads(await show("rollouts", "list", "--json"))} == {first, second}
-
-    shown = await show("rollouts", "show", first)
-    assert "where [bold]is[/bold] 4417?" in shown
-    assert "[red]s" in shown
-    assert "3 tokens trained with advantage +0.500" in shown
-    assert "tokens sampled, stop" in shown
-    as_json = json.loads(await show("rollouts", "show", first, "--json"))
-    assert as_json["calls"][0]["choices"][0]["token_ids"]
-    assert as_json["training"][0]["trained"] == 3
-
-    assert await asyncio.to_thread(main, ["rollouts", "show", "no-such-id", "--folder", str(run)]) == 2
-    assert "no-such-id" in capsys.readouterr().err
+def test_a_folder_in_the_home_is_served_with_its_own_settings(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    PolicyFile.create(tmp_path / "run", TrainConfig(rank=4), "digest")
+    assert main(["serve", "--folder=~/run"]) == 0
+    assert served[0].rank == 4

@@ -270,6 +270,7 @@ class Exchange(Response):
 
     async def _finish_ok(self) -> None:
         if self._recording is None:
+            self._services.counters.apps += self._identity.rollout is None
             return
         if self._unreadable is not None:
             self._services.recorder.lost(self._recording, "answer", self._unreadable)

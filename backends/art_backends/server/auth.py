@@ -146,7 +146,7 @@ class Guard:
         bearer = bearer.strip()
         token = path_token or bearer
         if not token:
-            return error(401, "no_token", "a token is needed: Authorization: Bearer TOKEN", _CHALLENGE)
+            return error(401, "no_token", f"a key is needed, {_WAY}; {_where(control=control)}", _CHALLENGE)
         try:
             identity = await self._sessions.identify(token)
             # beside a token in the path, the app's own key is no token of ours and does not matter
@@ -155,7 +155,8 @@ class Guard:
             log.error("a token could not be looked up: %s", problem)
             return error(503, "store_unavailable", "the token cannot be looked up now", {"retry-after": "1"})
         if identity is None:
-            return error(401, "unknown_token", "this token is not known here", _CHALLENGE)
+            message = f"this key is not known here; {_where(control=control)}"
+            return error(401, "unknown_token", message, _CHALLENGE)
         refusal = self._check_identity(headers, identity, beside)
         if refusal is None and control and identity.kind != "admin":
             refusal = error(403, "admin_only", "the control API needs the admin token")
@@ -176,6 +177,13 @@ class Guard:
 
 
 _CHALLENGE = {"www-authenticate": "Bearer"}
+_WAY = "as Authorization: Bearer KEY (OPENAI_API_KEY, or the SDK's api_key)"
+
+
+def _where(*, control: bool) -> str:
+    """Which file has the key, for those who may read it. No path: who asks is not known."""
+    whose, kind = ("the control API's", "admin") if control else ("an app's", "agent")
+    return f"{whose} key is in the file {kind}.token of the run folder that is served here"
 
 
 def _owner(identity: Identity) -> tuple[str, str | None]:

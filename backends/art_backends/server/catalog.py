@@ -12,6 +12,7 @@ version, and to write into a folder that holds anything.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -137,9 +138,35 @@ def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
         for name in sorted({*settings, *others})
         if settings.get(name) != others.get(name)
     ]
-    figures, more = one.state.get("metrics", {}), other.state.get("metrics", {})
-    rows += [(name, figures.get(name), more.get(name)) for name in sorted({*figures, *more} - {"reward"})]
-    return [row for row in rows if row[1] != row[2]]
+    measured, more = one.state.get("metrics", {}), other.state.get("metrics", {})
+    rows += [(name, measured.get(name), more.get(name)) for name in sorted({*measured, *more} - {"reward"})]
+    return [row for row in rows if not _same(row[1], row[2])]
+
+
+def figure(value: Any, digits: int = 4) -> str:
+    """A figure for people: rounded to so many digits, a whole number whole, nothing as a dash."""
+    if value is None:
+        return "–"
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 10**digits - 0.5 or value.is_integer():
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
+
+
+def figures(one: Any, other: Any) -> tuple[str, str]:
+    """Two figures that differ, with as many digits as it takes to see it."""
+    for digits in (4, 6, 10):
+        shown = figure(one, digits), figure(other, digits)
+        if shown[0] != shown[1]:
+            return shown
+    return str(one), str(other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9)  # a mean of the same numbers, summed in another order
+    return bool(one == other)
 
 
 def pin(catalog: Catalog, version: int | None) -> None:
@@ -237,7 +264,7 @@ def card(catalog: Catalog, entry: Entry, form: Literal["adapter", "merged", "ggu
             f'AutoModelForCausalLM.from_pretrained("THIS_FOLDER", gguf_file="{file}")',
         ),
     }[form]
-    figures = {
+    known = {
         "training steps": entry.step,
         "reward of the last step's rollouts": entry.reward,
         "held-out reward": entry.held_out_reward,
@@ -248,7 +275,7 @@ def card(catalog: Catalog, entry: Entry, form: Literal["adapter", "merged", "ggu
     lines = ["---", f"base_model: {base}", f"library_name: {library}", "tags:", "- lora"]
     lines += ["- grpo", "---", "", f"# {catalog.policy}, version {entry.version}", ""]
     lines += [f"{what} of `{base}`, trained in place with art-inplace.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in figures.items() if value is not None]
+    lines += [f"| {name} | {figure(value)} |" for name, value in known.items() if value is not None]
     if form == "gguf":
         lines += ["", "llama.cpp, with an OpenAI-compatible API or to talk to in a terminal:", "", "```sh"]
         lines += [f"llama-server -m {file} --jinja", f"llama-cli -m {file} --jinja", "```", "", "transformers:"]

@@ -94,6 +94,8 @@ class _Filters(_Body):
     group: str | None = None
     limit: int = Field(1000, ge=1, le=10_000)
     after: str | None = None
+    prefix: str | None = Field(None, min_length=1)
+    newest: bool = False
 
 
 class _StepQuery(_Body):
@@ -234,6 +236,8 @@ class Control:
             group=filters.group,
             limit=filters.limit,
             after=filters.after,
+            prefix=filters.prefix,
+            newest=filters.newest,
         )
         return _json({"rollouts": [_dump(rollout) for rollout in found]})
 

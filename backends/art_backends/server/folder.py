@@ -1,7 +1,7 @@
 """The run folder: its lock, the token files, ``policy.json``, ``server.json``.
 
-The lock is flock'ed, so that it ends with the process that holds it, killed or not. Token files are 0600.
-``policy.json`` holds the settings that must not change when a run is resumed.
+Who holds the lock is told by ``holder``. Token files are 0600. ``policy.json`` holds the settings that must not change
+when a run is resumed.
 
 It refuses a second server on one folder, and settings that do not fit what the folder was made with.
 """
@@ -12,54 +12,58 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from art_backends.config import TrainConfig, make_config
-from art_backends.errors import ConfigError, FolderInUseError, ServerError, StoreError
+from art_backends.errors import ConfigError, ServerError, StoreError
+from art_backends.server import holder
 from art_backends.server.sessions import new_token
 from art_backends.training.versions import replace_json
 
 FIXED = ("name", "rank", "alpha", "rslora", "target_modules", "optimizer", "init_adapter")
-POLICY, SERVER, LOCK, STORE, VERSIONS = "policy.json", "server.json", "lock", "store.sqlite", "versions"
+POLICY, SERVER, STORE, VERSIONS = "policy.json", "server.json", "store.sqlite", "versions"
 PIN = "pinned.json"
+LOCK_TRIES, LOCK_SECONDS = 5, 0.02  # ``held_by`` takes the lock for an instant to see whether it is free
 
 
 class RunFolder:
     """An acquired run folder. ``release()`` when done."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: int, work: holder.Work) -> None:
         self.path = path
         self._lock = lock
+        self._work = work
 
     @classmethod
-    def acquire(cls, path: Path) -> RunFolder:
+    def acquire(cls, path: Path, work: holder.Work = "serve") -> RunFolder:
         """Make the folder if needed and lock it; FolderInUseError names the process that holds it."""
         path = path.expanduser().absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / VERSIONS).mkdir(exist_ok=True)
             (path / "logs").mkdir(exist_ok=True)
-            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(path / holder.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(f"folder: {path} cannot be used as run folder: {error.strerror}") from None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except BlockingIOError:
-            holder = os.pread(lock, 4096, 0).decode(errors="replace").split()
+            held = holder.decode(os.pread(lock, 4096, 0))
             os.close(lock)
-            pid = holder[0] if holder else "unknown"
-            url = f" at {holder[1]}" if len(holder) > 1 else ""
-            raise FolderInUseError(
-                f"run folder {path} is in use by process {pid}{url}: stop it (kill {pid}), use that server, "
-                "or give another folder"
-            ) from None
+            raise held.refusal(path) from None
         except OSError as error:
             os.close(lock)
             raise ConfigError(f"folder: {path} is on a file system without locks: {error.strerror}") from None
-        folder = cls(path, lock)
-        folder._write_lock("")
+        folder = cls(path, lock, work)
+        try:
+            folder._write_lock("")
+            (path / SERVER).unlink(missing_ok=True)  # of a server that was killed
+        except OSError as error:
+            os.close(lock)
+            raise ServerError(f"{path}: cannot be written: {error.strerror}") from None
         return folder
 
     @property
@@ -99,8 +103,8 @@ class RunFolder:
 
     def announce(self, url: str) -> None:
         """Say where the server answers: in the lock, and in ``server.json``, written whole or not at all."""
-        self._write_lock(url)
         try:
+            self._write_lock(url)
             replace_json(self.path / SERVER, {"url": url, "pid": os.getpid()})
         except OSError as error:
             raise ServerError(f"{self.path / SERVER}: cannot be written: {error.strerror}") from None
@@ -114,12 +118,21 @@ class RunFolder:
         self._lock = -1
 
     def _write_lock(self, url: str) -> None:
-        content = f"{os.getpid()} {url}\n".encode()
+        content = holder.encode(self._work, url)
+        os.pwrite(self._lock, content, 0)
+        os.ftruncate(self._lock, len(content))
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file; BlockingIOError if another process keeps it locked."""
+    for tries_left in reversed(range(LOCK_TRIES)):
         try:
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, content, 0)
-        except OSError as error:
-            raise ServerError(f"{self.path / LOCK}: cannot be written: {error.strerror}") from None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not tries_left:
+                raise
+            time.sleep(LOCK_SECONDS)
 
 
 def read_pin(folder: Path) -> int | None:

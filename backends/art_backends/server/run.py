@@ -1,8 +1,8 @@
 """Starts the server on a run folder, serves until told to stop, and stops in order.
 
-Start: bind the address, lock the folder, start the worker, check that folder and settings fit, reconcile, probe,
-serve, announce. Stop (SIGTERM, SIGINT, or the parent's end): take no new calls, let those in flight finish within a
-deadline, end the step in the making (it is made again), close store and worker.
+Start: see that nobody holds the folder, bind the address, lock the folder, start the worker, check that folder and
+settings fit, reconcile, probe, serve, announce. Stop (SIGTERM, SIGINT, or the parent's end): take no new calls, let
+those in flight finish within a deadline, end the step in the making (it is made again), close store and worker.
 
 It refuses an address that other machines can reach unless that is asked for in so many words.
 """
@@ -37,6 +37,7 @@ from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.server.control import Services
 from art_backends.server.folder import PolicyFile, RunFolder, read_pin
+from art_backends.server.holder import held_by
 from art_backends.server.policy import PolicyTable
 from art_backends.server.reconcile import reconcile
 from art_backends.server.sessions import Sessions, digest
@@ -84,6 +85,9 @@ async def serve(
     ``on_ready`` gets the URL when requests are answered. Raises ConfigError (address, settings that do not fit the
     folder), FolderInUseError, StoreError, ServerError (port taken), and what the worker's start reports.
     """
+    held = held_by(config.folder)
+    if held is not None:  # said before a taken port, which is likely to be that server's
+        raise held.refusal(config.folder.expanduser().absolute())
     listener = _bind(host, port, allow_remote=allow_remote)
     stopping = stop or asyncio.Event()
     with (

@@ -27,6 +27,7 @@ from art_backends.trajectories import Call, CallStatus, Purpose, Rollout, Rollou
 
 TokenKind = Literal["admin", "agent", "rollout"]
 MAX_PAGE = 10_000
+_BEYOND = "\U0010ffff"  # no character is greater
 KNOWN_ROLLOUTS = 256  # whose calls are remembered, for the next ones to stand on
 
 
@@ -42,7 +43,10 @@ class Ending(TypedDict, total=False):
 
 
 class Filters(TypedDict, total=False):
-    """Which rollouts; what is left out, or None, does not matter. ``after``: the id of the last of the page before."""
+    """Which rollouts; what is left out, or None, does not matter.
+
+    ``after``: the id of the last of the page before. ``prefix``: how their ids begin.
+    """
 
     policy: str | None
     step: int | None
@@ -50,6 +54,7 @@ class Filters(TypedDict, total=False):
     closed: bool | None
     group: str | None
     after: str | None
+    prefix: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +197,12 @@ class Store:
                 ]
         return found
 
-    def rollouts(self, *, limit: int = 1000, with_calls: bool = False, **filters: Unpack[Filters]) -> list[Rollout]:
-        """Rollouts in order of opening."""
+    def rollouts(
+        self, *, limit: int = 1000, with_calls: bool = False, newest: bool = False, **filters: Unpack[Filters]
+    ) -> list[Rollout]:
+        """Rollouts in order of opening: the first of those that fit, or (``newest``) the last."""
         _check_names(filters, Filters)
-        purpose = filters.get("purpose")
+        purpose, prefix = filters.get("purpose"), filters.get("prefix")
         clauses = {
             "policy = ?": filters.get("policy"),
             "step = ?": filters.get("step"),
@@ -203,14 +210,19 @@ class Store:
             "closed = ?": filters.get("closed"),
             "group_name = ?": filters.get("group"),
             "number > (SELECT number FROM rollouts WHERE id = ?)": filters.get("after"),
+            # a range of the index of ids; no pattern, so that no character of the prefix has a meaning
+            "id >= ?": prefix,
+            "id < ?": None if prefix is None else prefix + _BEYOND,
         }
         given = {clause: value for clause, value in clauses.items() if value is not None}
         where = f"WHERE {' AND '.join(given)}" if given else ""
+        order = "DESC" if newest else "ASC"
         with self._database.read() as connection:
             found = connection.execute(
-                f"SELECT * FROM rollouts {where} ORDER BY number LIMIT ?",  # noqa: S608  clauses are literals above
+                f"SELECT * FROM rollouts {where} ORDER BY number {order} LIMIT ?",  # noqa: S608  literals all
                 [*given.values(), max(0, min(limit, MAX_PAGE))],
             ).fetchall()
+            found = found[::-1] if newest else found
             calls = rows.calls_of(connection, [row["id"] for row in found]) if with_calls else {}
             return [rows.rollout_of(row, calls.get(row["id"], ())) for row in found]
 

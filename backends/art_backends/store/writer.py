@@ -104,9 +104,9 @@ class AsyncStore:
         return await self._read(self._store.rollouts_by_id, tuple(rollout_ids))
 
     async def rollouts(
-        self, *, limit: int = 1000, with_calls: bool = False, **filters: Unpack[Filters]
+        self, *, limit: int = 1000, with_calls: bool = False, newest: bool = False, **filters: Unpack[Filters]
     ) -> list[Rollout]:
-        return await self._read(self._store.rollouts, limit=limit, with_calls=with_calls, **filters)
+        return await self._read(self._store.rollouts, limit=limit, with_calls=with_calls, newest=newest, **filters)
 
     # calls
 

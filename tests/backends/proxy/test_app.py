@@ -545,6 +545,7 @@ async def test_calls_of_no_rollout_are_served_and_not_recorded(w: World) -> None
     assert not w.store.log
     assert w.proxy.counters.unattributed == 2
     assert w.proxy.counters.late == 1
+    assert w.proxy.counters.apps == 1
 
 
 async def test_a_call_that_outlives_its_rollout_does_not_train(w: World) -> None:

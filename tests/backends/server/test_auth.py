@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.trajectories import CallStatus
@@ -32,6 +33,7 @@ UPSTREAM_ONLY = [
     "/CONTROL/v1/status",
     "/r/short/v1/models",
 ]
+OTHER = {"authorization": "Bearer sk-of-somewhere-else"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -82,6 +84,21 @@ async def test_the_matrix_of_tokens_and_routes(start: Any) -> None:
         await expect(405, "GET", "/v1/chat/completions", f"Bearer {server.agent}")
         await expect(200, "GET", "/health", None)
         assert not wrong, wrong
+
+
+async def test_who_has_no_key_is_told_which_file_has_it(start: Any) -> None:
+    async with start() as server:
+        for path, token in (("/v1/models", "agent.token"), ("/control/v1/status", "admin.token")):
+            for headers, said in (({}, "a key is needed, as Authorization: Bearer KEY"), (OTHER, "not known here")):
+                reply = await server.http.get(path, headers=headers)
+                assert reply.status_code == 401
+                message = reply.json()["error"]["message"]
+                assert said in message
+                assert f"key is in the file {token} of the run folder" in message
+                assert str(server.folder) not in message, "who asks may be anybody"
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="sk-mine", max_retries=0) as sdk:
+            with pytest.raises(openai.AuthenticationError, match=r"an app's key is in the file agent\.token"):
+                await sdk.models.list()
 
 
 async def test_host_and_origin(start: Any) -> None:

@@ -131,6 +131,53 @@ def test_comparing_shows_settings_and_figures_that_differ(folder):
     assert "rank" not in rows
 
 
+def test_figures_that_differ_by_their_rounding_alone_are_the_same(folder):
+    make_version(folder, 5, 0.1 + 0.2)
+    make_version(folder, 6, 0.3)
+    found = catalog.read(folder)
+    assert "reward" not in {name for name, *_ in catalog.compare(found.entry(5), found.entry(6))}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.40750000000000003, "0.4075"),
+        (1.0, "1"),
+        (1e-05, "1e-05"),
+        (12345.0, "12345"),
+        (12345.678, "12346"),
+        (9999.7, "10000"),
+        (-0.123456, "-0.1235"),
+        (17, "17"),
+        (None, "–"),
+        (True, "True"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        ("cispo", "cispo"),
+    ],
+)
+def test_figures_for_people(value, shown):
+    assert catalog.figure(value) == shown
+
+
+def test_two_figures_show_where_they_differ():
+    assert catalog.figures(0.5, 0.25) == ("0.5", "0.25")
+    assert catalog.figures(0.1234561, 0.1234569) == ("0.123456", "0.123457")
+    assert catalog.figures(None, 1e-4) == ("–", "0.0001")
+    assert catalog.figures(1.0, 1.0 + 1e-15) == ("1.0", "1.000000000000001")
+
+
+def test_a_card_has_rounded_figures(folder):
+    make_version(folder, 5, 0.30000000000000004, learning_rate=2.9999999999999997e-4)
+    evaluated(folder, v5=0.8150000000000001)
+    found = catalog.read(folder)
+    for form in ("adapter", "merged", "gguf"):
+        card = catalog.card(found, found.entry(5), form)
+        for row in ("rollouts | 0.3 |", "reward | 0.815 |", "success | 0.4075 |", "rate | 0.0003 |", "steps | 6 |"):
+            assert row in card
+        assert "0000" not in card.replace("0.0003", "")
+
+
 def test_rolling_back_sets_later_versions_aside(folder):
     aside = catalog.roll_back(catalog.read(folder), 2)
     assert names(catalog.read(folder)) == [1, 2]

@@ -93,6 +93,7 @@ BAD = [
     ("GET", "/rollouts?id=1%20OR%201=1", None, "id: Extra inputs are not permitted"),
     ("GET", "/rollouts?limit=0", None, "limit: "),
     ("GET", "/rollouts?step=x", None, "step: "),
+    ("GET", "/rollouts?prefix=", None, "prefix: String should have at least 1 character"),
     ("GET", "/rollouts?step=1&step=2", None, "a parameter is given twice"),
     ("GET", "/rollouts?closed=perhaps", None, "closed: "),
     ("GET", "/steps/1?policy=policy&wait=-1", None, "wait: "),
@@ -126,6 +127,9 @@ async def test_filters(start: Any) -> None:
         assert [r.id for r in await server.client.rollouts(after=ids[1])] == [ids[2], other.id]
         assert [r.id for r in await server.client.rollouts(group="it's; DROP TABLE rollouts")] == [other.id]
         assert [r.id for r in await server.client.rollouts(closed=False)] == [other.id]
+        assert [r.id for r in await server.client.rollouts(prefix=ids[1][:31])] == [ids[1]]
+        assert await server.client.rollouts(prefix="%") == []
+        assert [r.id for r in await server.client.rollouts(limit=2, newest=True)] == [ids[2], other.id]
 
 
 async def test_registering_settings(start: Any) -> None:

@@ -44,6 +44,8 @@ async def test_a_second_server_on_the_folder_and_a_taken_port(start: Any, tmp_pa
         with pytest.raises(FolderInUseError, match=f"at {server.url}: stop it"):
             await serve(server.config)
         port = int(server.url.rsplit(":", 1)[1])
+        with pytest.raises(FolderInUseError, match=f"at {server.url}: stop it"):
+            await serve(server.config, port=port)  # the port is taken by that server, which is what matters
         other = server.config.model_copy(update={"folder": tmp_path / "other"})
         with pytest.raises(ServerError, match=rf"port {port} on 127.0.0.1 is taken by another program; .*--port"):
             await serve(other, port=port)

@@ -148,6 +148,36 @@ def test_rollouts_by_id_come_in_order_of_id_with_calls(store: Store, make_rollou
     ]
 
 
+def test_by_the_beginning_of_the_id(store: Store, make_rollout: Make) -> None:
+    ids = ["ab1", "ab2", "aB3", "a_4", "a%5", "b6", "a\U0010ffff7"]
+    for number in ids:
+        store.open_rollout(make_rollout(number))
+
+    def found(prefix: str, **more: object) -> list[str]:
+        return [rollout.id for rollout in store.rollouts(prefix=prefix, **more)]
+
+    assert found("ab") == ["ab1", "ab2"]
+    assert found("ab2") == ["ab2"]
+    assert found("a_") == ["a_4"]
+    assert found("a%") == ["a%5"]
+    assert found("ab", limit=1) == ["ab1"]
+    assert found("ab", step=2) == []
+    for hostile in HOSTILE:
+        assert found(hostile) == []
+    with store._database.read() as connection:
+        plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM rollouts WHERE id >= ? AND id < ?", ("a", "b"))
+        assert "USING INDEX" in plan.fetchone()[3], "not every rollout is looked at"
+
+
+def test_the_newest(store: Store, make_rollout: Make, make_call: MakeCall) -> None:
+    for number in range(5):
+        store.open_rollout(make_rollout(f"r{number}", step=number % 2))
+        store.finish_call(make_call(f"c{number}", rollout_id=f"r{number}"))
+    assert [rollout.id for rollout in store.rollouts(newest=True, limit=2)] == ["r3", "r4"]
+    found = store.rollouts(newest=True, limit=2, step=0, with_calls=True)
+    assert [(rollout.id, rollout.calls[0].id) for rollout in found] == [("r2", "c2"), ("r4", "c4")]
+
+
 def test_steps_are_recorded_once_with_what_was_trained(store: Store) -> None:
     item = {"call": "c1", "choice": 0, "trained": 3, "advantage": -0.5, "excluded": None}
     outcome = {"kind": "committed", "version": 1, "metrics": {"loss": 0.1}, "tokens": {"r1": [item], "r2": []}}
