@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.backends.proxy.fake_engine import World, faked
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -200,3 +202,9 @@ def chat_templates() -> dict[str, str]:
 def chatml_shared() -> TemplateEngine:
     """One for many examples; nothing in it changes but the count of its calls."""
     return TemplateEngine(CHATML)
+
+
+@pytest.fixture
+async def w() -> AsyncIterator[World]:
+    async with faked() as made:
+        yield made
