@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from art_backends import stacks
+from art_backends.arguments import CommandParser
 from art_backends.config import add_arguments, from_arguments
 from art_backends.display import make_display
 from art_backends.errors import ArtError, ConfigError
@@ -42,6 +43,10 @@ from art_langgraph.graphs import load_graph
 from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
 from art_langgraph.train import train
 
+# Settings that one rollout goes by; those of the adapter, because one to begin from must be of the same shape.
+CHECKED = frozenset({"base_model", "init_adapter", "models", "nodes", "chat_template", "rollout_timeout"})
+CHECKED |= {"temperature", "top_p", "max_tokens", "history", "rank", "alpha", "rslora", "target_modules"}
+CHECKED |= {"device", "dtype", "threads", "max_model_len"}
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 _LINGER = 5.0  # seconds that the app's own threads have to end
 
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="art-langgraph", description="Train an unmodified LangGraph agent in place.")
+    parser = CommandParser(prog="art-langgraph", description="Train an unmodified LangGraph agent in place.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     training = commands.add_parser("train", help="train the model behind a graph")
     _add_running(training)
@@ -91,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     checking = commands.add_parser("check", help="run one scenario and show what is captured and would be trained")
     _add_running(checking)
     checking.add_argument("--scenario", metavar="ID", help="which one (default: the first)")
-    add_arguments(checking, skip=frozenset({"folder"}))
+    checking.idle = {"--reward", "--held-out", "--success", *add_arguments(checking, only=CHECKED)}
     checking.set_defaults(run=_check)
     return parser
 

@@ -15,8 +15,10 @@ PACKAGES["art_backends"] = ROOT / "backends" / "art_backends"
 # The floor of a room; a module imports from lower floors, from its own room, and from those in SIDEWAYS.
 FLOORS = {
     "errors": 1,
+    "problems": 1,
     "trajectories": 1,
     "config": 1,
+    "arguments": 2,
     "store": 2,
     "client": 2,
     "capture": 2,
@@ -53,7 +55,8 @@ FLOORS = {
     "art_langgraph": 5,
     "art_mcp": 5,
 }
-SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
+SIDEWAYS = {("config", "errors"), ("config", "problems"), ("problems", "errors"), ("trajectories", "errors")}
+SIDEWAYS |= {("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
 SIDEWAYS |= {("cli", "cli_versions")}
 # the loop's own helpers
@@ -64,7 +67,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
 LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft", "cli_versions"}
-LIGHT_ROOMS |= {"stragglers", "playing", "checks", "stacks", "watchdog", "failures"}
+LIGHT_ROOMS |= {"arguments", "problems", "stragglers", "playing", "checks", "stacks", "watchdog", "failures"}
 
 
 def modules() -> dict[str, Path]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from art_backends.config import TrainConfig
 from art_backends.report import Report
 
 from art_langgraph import cli
@@ -117,17 +118,41 @@ def test_ctrl_c_is_130(app, monkeypatch, capsys):
     assert "the same command goes on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], [*BASE, "--steps"], [*BASE, "--no-such-option", "1"]])
-def test_usage_errors(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "command", "words"),
+    [
+        ([], "", "the following arguments are required: COMMAND"),
+        (["trian"], "", "argument COMMAND: 'trian' is none of train, inspect, check; did you mean train?"),
+        (["train"], " train", "the following arguments are required: MODULE:ATTR, --scenarios, --reward"),
+        ([*BASE[:-2], "--rewrd", "x"], " train", "unrecognized arguments: --rewrd; did you mean --reward?"),
+        ([*BASE, "--steps"], " train", "argument --steps: expected one argument"),
+        ([*BASE, "--stepz", "3"], " train", "unrecognized arguments: --stepz; did you mean --steps?"),
+        (
+            ["check", *BASE[1:4], "--rank", "4", "--steps=3"],
+            " check",
+            "--steps has no effect on this command: leave it out",
+        ),
+        (["check", *BASE[1:]], " check", "--reward has no effect on this command: leave it out"),
+    ],
+)
+def test_usage_errors(arguments, command, words, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
-    assert "usage: art-langgraph" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"art-langgraph{command}: {words}\nsee `art-langgraph{command} --help`\n"
 
 
 def test_a_wrong_value_is_named(app, capsys):
     assert main([*BASE, "--steps", "many"]) == 2
-    assert "command line: steps:" in capsys.readouterr().err
+    assert capsys.readouterr().err == "art-langgraph: --steps must be a whole number, not 'many'\n"
+
+
+def test_check_offers_what_one_rollout_goes_by(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["check", "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert {name for name in TrainConfig.model_fields if f"--{name.replace('_', '-')} " in said} == cli.CHECKED
 
 
 def test_functions_by_file_and_by_dotted_name(app):

@@ -35,8 +35,8 @@ def test_settings_win_over_the_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("config", "settings", "words"),
     [
-        (None, {"stepz": 1}, r"train\(\): stepz"),
-        (None, {"steps": -1}, r"train\(\): steps: .*got -1"),
+        (None, {"stepz": 1}, r"train\(\): there is no setting stepz; did you mean steps\?"),
+        (None, {"steps": -1}, r"train\(\): steps must be at least 0, not -1"),
         (7, {}, "config must be a TrainConfig, a mapping or a TOML file, not int"),
         ("nothing.toml", {}, "nothing.toml: cannot be read"),
     ],
