@@ -31,22 +31,24 @@ from typing import Any, NoReturn
 from art_backends import stacks
 from art_backends.arguments import CommandParser
 from art_backends.config import add_arguments, from_arguments
-from art_backends.display import make_display
-from art_backends.errors import ArtError, ConfigError
+from art_backends.display import PlainDisplay, make_display
+from art_backends.errors import ArtError, ConfigError, did_you_mean
 from art_backends.report import summary
-from art_backends.scenarios import load
+from art_backends.scenarios import Scenario, load
 from art_backends.waiting import run_to_end
 from rich.console import Console
 
 from art_langgraph.check import check, lines
 from art_langgraph.graphs import load_graph
 from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
+from art_langgraph.names import check_names
 from art_langgraph.train import train
 
 # Settings that one rollout goes by; those of the adapter, because one to begin from must be of the same shape.
 CHECKED = frozenset({"base_model", "init_adapter", "models", "nodes", "chat_template", "rollout_timeout"})
 CHECKED |= {"temperature", "top_p", "max_tokens", "history", "rank", "alpha", "rslora", "target_modules"}
 CHECKED |= {"device", "dtype", "threads", "max_model_len"}
+_SHOWN = 5  # ids of scenarios
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 _LINGER = 5.0  # seconds that the app's own threads have to end
 
@@ -90,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_graph(looking)
     looking.add_argument(
         "--models", nargs="+", default=[], metavar="NAME", help="model names of the policy (none: all)"
+    )
+    looking.add_argument(
+        "--nodes", nargs="+", default=[], metavar="NAME", help="nodes or agents that train (none: all)"
     )
     looking.add_argument("--json", action="store_true", help="as JSON")
     looking.set_defaults(run=_inspect)
@@ -141,29 +146,46 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    found = asyncio.run(_inspected(options.graph, options.models))
+    found, warnings = asyncio.run(_inspected(options.graph, options.models, options.nodes))
+    for warning in warnings:
+        sys.stderr.write(f"art-langgraph: warning: {warning}\n")
     if options.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
         return
     sys.stdout.write("\n".join(inspection_lines(found)) + "\n")
 
 
-async def _inspected(spec: str, models: list[str]) -> Inspection:
+async def _inspected(spec: str, models: list[str], nodes: list[str]) -> tuple[Inspection, list[str]]:
     async with load_graph(spec) as loaded:
-        return inspect_graph(loaded.graph, models)
+        found = inspect_graph(loaded.graph, models, nodes)
+        return found, check_names(found, models, nodes)
 
 
 def _check(options: argparse.Namespace) -> None:
     given = from_arguments(options, options.config)
-    scenarios = load(options.scenarios)
-    named = [item for item in scenarios if options.scenario in (None, item.id)]
-    if not named:
-        raise ConfigError(f"--scenario {options.scenario}: {options.scenarios} has no scenario of that id")
+    scenario = _scenario(options.scenarios, options.scenario)
     functions = _functions(options)
+    display = PlainDisplay(Console(stderr=True), time.monotonic)
     with tempfile.TemporaryDirectory(prefix="art-check-") as folder:
         config = given.model_copy(update={"folder": Path(folder)})
-        checked = run_to_end(check(options.graph, named[0], config, **functions), threads=8)
+        checked = run_to_end(check(options.graph, scenario, config, display=display, **functions), threads=8)
     sys.stdout.write("\n".join(lines(checked)) + "\n")
+
+
+def _scenario(file: Path, wanted: str | None) -> Scenario:
+    """The scenario of an id, the first if none is wanted; ConfigError says which there are."""
+    scenarios = load(file)
+    if wanted is None:
+        return scenarios[0]
+    known = {scenario.id: scenario for scenario in scenarios}
+    if wanted in known:
+        return known[wanted]
+    ids = ", ".join(list(known)[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
+    listed = f"There are {len(known)}: {ids}" if len(known) > 1 else f"The only one is {ids}"
+    made = any(scenario.data.get("id") is None for scenario in scenarios)
+    how = ' (a scenario without an "id" has one made from its content)' if made else ""
+    hint = did_you_mean(wanted, known) or "."
+    raise ConfigError(f"--scenario {wanted}: {file} has no scenario of that id{hint} {listed}{how}")
 
 
 def _held_out(value: str | None) -> str | float | None:

@@ -1,11 +1,13 @@
 """The command line: options, words, exit codes. The run itself is taken over where no server is wanted."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 from art_backends.config import TrainConfig
 from art_backends.report import Report
+from art_backends.scenarios import load
 
 from art_langgraph import cli
 from art_langgraph.cli import load_function, main
@@ -153,6 +155,65 @@ def test_check_offers_what_one_rollout_goes_by(capsys):
     assert left.value.code == 0
     said = capsys.readouterr().out
     assert {name for name in TrainConfig.model_fields if f"--{name.replace('_', '-')} " in said} == cli.CHECKED
+
+
+GRAPH = """
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+
+model = ChatOpenAI(model="gpt-4o-mini", api_key="k")
+
+
+def agent(state):
+    return {"messages": [model.invoke(state["messages"])]}
+
+
+graph = StateGraph(MessagesState).add_node("agent", agent).add_node("other", lambda state: {})
+graph = graph.add_edge(START, "agent").add_edge("agent", "other").compile()
+"""
+
+
+def test_inspect_shows_what_would_train(app, capsys):
+    (app / "cli_graph.py").write_text(GRAPH)
+    assert main(["inspect", "cli_graph:graph", "--nodes", "agent", "--models", "gpt-4o-mini"]) == 0
+    said = capsys.readouterr()
+    assert "nodes that train: agent\n" in said.out
+    assert said.err == ""
+    assert main(["inspect", "cli_graph:graph", "--nodes", "other", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["trained"], found["models"][0]["trained"]) == (["other"], False)
+    assert said.err.startswith("art-langgraph: warning: nodes: no model was found in other, only in agent")
+
+
+@pytest.mark.parametrize("command", ["inspect", "check", "train"])
+def test_names_that_the_graph_does_not_have(app, capsys, command, monkeypatch):
+    """Before anything is started, whatever the command."""
+    (app / "cli_graph.py").write_text(GRAPH)
+    arguments = {"inspect": [], "check": BASE[2:4], "train": BASE[2:]}[command]
+    assert main([command, "cli_graph:graph", *arguments, "--nodes", "agnt"]) == 2
+    assert "by the name agnt; did you mean agent? There are: agent, other\n" in capsys.readouterr().err
+    assert main([command, "cli_graph:graph", *arguments, "--models", "gpt-4o"]) == 2
+    assert "by the name gpt-4o; did you mean gpt-4o-mini? There are: gpt-4o-mini\n" in capsys.readouterr().err
+    assert not (app / ".art").exists()
+
+
+def test_check_names_the_ids_there_are(app, capsys):
+    check = ["check", "cli_app:Graph", "--scenarios", "tasks.jsonl", "--scenario"]
+    assert main([*check, "3"]) == 2
+    said = capsys.readouterr().err
+    first, second = (scenario.id for scenario in load("tasks.jsonl"))
+    assert f"--scenario 3: tasks.jsonl has no scenario of that id. There are 2: {first}, {second} (a scenario" in said
+    (app / "tasks.jsonl").write_text("".join(f'{{"id": "task-{number}"}}\n' for number in range(1, 9)))
+    assert main([*check, "task_2"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("that id; did you mean task-2? There are 8: task-1, task-2, task-3, task-4, task-5, …\n")
+
+
+def test_a_held_out_number_that_is_no_share(app, capsys):
+    for value in ("20", "0", "-1", "nan"):
+        assert main([*BASE, f"--held-out={value}"]) == 2
+        assert "a share between 0 and 1 (0.2 is a fifth) or a file of scenarios" in capsys.readouterr().err
 
 
 def test_functions_by_file_and_by_dotted_name(app):
