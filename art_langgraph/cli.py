@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +40,7 @@ from rich.console import Console
 from art_langgraph.check import check, lines
 from art_langgraph.graphs import load_graph
 from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
+from art_langgraph.loading import own_traceback
 from art_langgraph.names import check_names
 from art_langgraph.train import train
 
@@ -224,18 +224,15 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
         try:
             value = getattr(value, part)
         except AttributeError:
-            raise ConfigError(f"{option} {spec}: {place} has no {attribute!r}") from None
+            hint = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])
+            raise ConfigError(f"{option} {spec}: {place} has no {attribute!r}{hint}") from None
     if not callable(value):
         raise ConfigError(f"{option} {spec}: this is a {type(value).__name__}, not a function")
     return value  # type: ignore[no-any-return]
 
 
 def _app_error(what: str, error: BaseException) -> NoReturn:
-    shown = traceback.TracebackException.from_exception(error)
-    mine = (__file__, importlib.__file__)
-    kept = [frame for frame in shown.stack if frame.filename not in mine and "importlib" not in frame.filename]
-    shown.stack = traceback.StackSummary.from_list(kept)
-    raise ConfigError(f"{what}: the module could not be imported:\n\n{''.join(shown.format())}".rstrip()) from error
+    raise ConfigError(f"{what}: the module could not be imported:\n\n{own_traceback(error)}") from error
 
 
 def _leave(code: int) -> None:
