@@ -21,6 +21,8 @@ from art_backends.trajectories import Node
 from langchain_core.language_models import BaseChatModel, BaseLanguageModel
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate
+from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langgraph.func import entrypoint
@@ -29,7 +31,7 @@ from langgraph.pregel.protocol import PregelProtocol
 
 from art_langgraph import caches
 from art_langgraph.providers import is_delegated, model_name
-from art_langgraph.reach import PLAIN, imports_late, is_library, within
+from art_langgraph.reach import PLAIN, imports_late, is_library, names_model, within
 
 _MOST = 200_000  # objects looked at; one that several nodes hold counts for each
 _AROUND = 4 * 5  # characters: what a template puts around a message, as ChatML does
@@ -71,7 +73,7 @@ class Inspection:
     prompt_tokens: int = 0  # the sum of
     message_tokens: int = 0
     tool_tokens: int = 0  # descriptions of tools
-    late: bool = False  # a function makes agents or graphs, or imports something, only when it runs
+    late: bool = False  # a function makes graphs, chooses a model or imports something only when it runs
     complete: bool = True  # False: there was too much to look at
 
     @property
@@ -178,7 +180,7 @@ class _Walk:
     def _note(self, value: Any, node: Node) -> bool:
         """Write down what a value is; True if there is nothing to follow in it."""
         cls = value if isinstance(value, type) else type(value)
-        self._found.late = self._found.late or _makes_late(value)
+        self._found.late = self._found.late or _decides_late(value)
         if _routed_client(cls) is not None:
             self._client(cls, node, made=cls is not value)
         elif isinstance(value, type):
@@ -248,13 +250,16 @@ class _Walk:
         self._found.models.append(FoundModel(kind, name, path, route, why, other, node.within(self._nodes)))
 
 
-def _makes_late(value: Any) -> bool:
-    """Whether a value makes graphs when it is called (LangGraph's classes, ``create_agent``, its like), or imports."""
+def _decides_late(value: Any) -> bool:
+    """Whether a value makes graphs or chooses a model when it is called: what then comes, cannot be looked at."""
     if isinstance(value, type):
         return issubclass(value, (StateGraph, PregelProtocol, entrypoint))
+    if isinstance(value, RunnableBindingBase):
+        return "model" in value.kwargs
     if not isinstance(value, types.FunctionType):
-        return False
-    return imports_late(value) or (value.__name__.startswith("create_") and is_library(value.__module__))
+        return isinstance(value, DynamicRunnable)
+    maker = value.__name__.startswith("create_") and is_library(value.__module__)  # create_agent and its like
+    return maker or imports_late(value) or names_model(value)
 
 
 def _route(cls: type) -> tuple[str, str]:

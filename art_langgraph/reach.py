@@ -68,6 +68,13 @@ def imports_late(function: types.FunctionType) -> bool:
     return not is_library(function.__module__) and any(map(_imports, _codes(function.__code__)))
 
 
+def names_model(function: types.FunctionType) -> bool:
+    """Whether a function of the app calls something with an argument ``model=``: which, cannot be known."""
+    constants = (constant for code in _codes(function.__code__) for constant in code.co_consts)
+    named = (constant for constant in constants if isinstance(constant, tuple))  # names of keyword arguments
+    return not is_library(function.__module__) and any("model" in names for names in named)
+
+
 def _imports(code: types.CodeType) -> bool:
     return any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
 

@@ -15,7 +15,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables import ConfigurableField, RunnableLambda
 from langchain_core.tools import tool
 from langchain_openai import AzureChatOpenAI, ChatOpenAI
 from langgraph.cache.memory import InMemoryCache as GraphCache
@@ -128,7 +128,7 @@ KINDS = {
         lambda: AzureChatOpenAI(
             azure_deployment="d", model="m", azure_endpoint="https://a", api_version="1", api_key="k"
         ),
-        ("AzureChatOpenAI", "m", "policy"),
+        ("AzureChatOpenAI", "d", "policy"),
     ),
 }
 
@@ -321,10 +321,27 @@ def late_graph(state):
     return StateGraph(MessagesState).compile()
 
 
+def late_name(state):
+    return shared.invoke(PROMPT, model=state["name"])
+
+
 @pytest.mark.parametrize(
-    ("node", "sure"), [(by_global, True), (late_import, False), (late_agent, False), (late_graph, False)]
+    ("node", "sure"),
+    [
+        (by_global, True),
+        (late_import, False),
+        (late_agent, False),
+        (late_graph, False),
+        (late_name, False),
+        (shared.bind_tools([]), True),
+        (shared.bind(model="another"), False),
+        (shared.configurable_fields(model_name=ConfigurableField("name")), False),
+    ],
 )
 def test_whether_all_was_seen_is_known(node, sure):
-    found = inspect_graph(graph_of(team=graph_of(ask=node)))
-    assert found.sure is sure
+    assert inspect_graph(graph_of(team=graph_of(ask=node))).sure is sure
+
+
+def test_of_an_agent_all_is_seen_and_of_any_other_object_nothing():
+    assert inspect_graph(create_agent(named("m"), [lookup], system_prompt="x", name="n")).sure
     assert not inspect_graph(object()).sure
