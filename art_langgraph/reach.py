@@ -10,6 +10,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 _ITEMS = 1_000  # elements of one container
@@ -112,6 +113,24 @@ def _attributes(value: Any) -> Iterator[Any]:
     for name in slots:
         if isinstance(name, str) and (not name.startswith("__") or name == "__pydantic_private__"):
             yield _stored(value, name)
+    for kind in type(value).__mro__:
+        if _is_apps(kind.__module__):
+            yield from _methods(kind)
+
+
+def _methods(cls: type) -> Iterator[Any]:
+    """Functions of a class that code of the app may call on its objects."""
+    for name, value in vars(cls).items():
+        if name == "__call__" or not name.startswith("__"):
+            function = getattr(value, "__func__", value)  # of a static method, or one of the class
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+def _is_apps(module: str | None) -> bool:
+    """Whether a module is the app's: none of Python's, and not installed as a package."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return not is_library(module) and file is not None and not {"site-packages", "dist-packages"} & {*Path(file).parts}
 
 
 def _stored(value: Any, name: str) -> Any:

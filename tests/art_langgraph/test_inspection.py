@@ -90,6 +90,15 @@ class Holder:
         return self.node(state)
 
 
+class ByGlobal:
+    def __call__(self, state):
+        return self._ask(state)
+
+    @staticmethod
+    def _ask(state):
+        return shared.invoke(PROMPT)
+
+
 def named(name):
     return ChatOpenAI(model=name, api_key="k")
 
@@ -112,6 +121,7 @@ KINDS = {
     "per call": (lambda: per_call, ("ChatOpenAI", "?", "policy")),
     "factory": (lambda: by_factory, ("init_chat_model", "?", "unknown")),
     "method": (lambda: Holder(named("m")).node, ("ChatOpenAI", "m", "policy")),
+    "object with methods": (ByGlobal, ("ChatOpenAI", "global", "policy")),
     "object": (lambda: Holder(named("m")), ("ChatOpenAI", "m", "policy")),
     "partial": (lambda: functools.partial(ask, named("m")), ("ChatOpenAI", "m", "policy")),
     "default": (lambda: with_default(named("m")), ("ChatOpenAI", "m", "policy")),
