@@ -4,9 +4,10 @@
     art-langgraph check my_app:graph --scenarios tasks.jsonl         one scenario runs; what is captured of it
     art-langgraph train my_app:graph --scenarios tasks.jsonl --reward my_rewards:score
 
-Every setting of TrainConfig is an option; the app is found from the current folder, as with ``python -m``. What is
-wrong is one clear line on standard error and exit code 2 (an error in the app comes with the app's own traceback);
-Ctrl-C is exit code 130, and the same command goes on. It refuses to show tracebacks of its own for the user's errors.
+Every setting of TrainConfig that a command goes by is an option of it; the app is found from the current folder, as
+with ``python -m``. What is wrong is one clear line on standard error and exit code 2 (an error of the app has its
+own traceback); Ctrl-C is exit code 130, and the same command goes on. It refuses to show tracebacks of its own
+for the user's errors.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def settled(config: TrainConfig | Mapping[str, Any] | str | Path | None, setting
     if config is None:
         return make_config(settings, source="train()")
     if isinstance(config, str | Path):
-        return make_config({**load_toml(Path(config)), **settings}, source=f"{config} and train()")
+        return make_config({**load_toml(Path(config)), **settings}, source=str(config), over=settings, by="train()")
     if isinstance(config, TrainConfig):
         return make_config({**config.model_dump(), **settings}, source="train()") if settings else config
     if isinstance(config, Mapping):

@@ -166,12 +166,15 @@ class TrainConfig(BaseModel):
         return self
 
 
+_OPTIONS = "command line"
+
+
 def make_config(
-    values: Mapping[str, Any], *, source: str = "configuration", options: Collection[str] = ()
+    values: Mapping[str, Any], *, source: str = "configuration", over: Collection[str] = (), by: str = _OPTIONS
 ) -> TrainConfig:
     """Build a TrainConfig; a wrong value raises ConfigError that names the setting and where it came from.
 
-    ``source``: where the values are from, but for those in ``options``, which are options of a command line.
+    ``source``: where the values are from, but for the settings in ``over``, which were given ``by`` someone else.
     """
     try:
         return TrainConfig(**values)
@@ -179,9 +182,11 @@ def make_config(
         found: dict[str, list[str]] = {}
         for item in error.errors():
             name = str(item["loc"][0]) if item["loc"] else ""
-            shown, place = (_option(name), "") if name in options else (name, source)
-            if not name and options:  # of several settings, which may be from either
-                place = "command line" if len(options) == len(values) else f"{source} and command line"
+            shown, place = name, by if name in over else source
+            if name in over and by == _OPTIONS:
+                shown, place = _option(name), ""
+            elif not name and over:  # of several settings, which may be from either
+                place = by if len(over) == len(values) else f"{source} and {by}"
             found.setdefault(place, []).append(problem(item, shown, TrainConfig.model_fields))
         said = [f"{place}: {'; '.join(lines)}" if place else "; ".join(lines) for place, lines in sorted(found.items())]
         raise ConfigError("; ".join(said)) from None
@@ -247,5 +252,5 @@ def from_arguments(namespace: argparse.Namespace, toml: Path | None = None) -> T
     """TrainConfig of a parsed command line and, under it, a TOML file."""
     given = {key: value for key, value in vars(namespace).items() if key in TrainConfig.model_fields}
     if toml is None:
-        return make_config(given, source="command line", options=given)
-    return make_config({**load_toml(toml), **given}, source=str(toml), options=given)
+        return make_config(given, over=given)
+    return make_config({**load_toml(toml), **given}, source=str(toml), over=given)

@@ -46,6 +46,14 @@ def test_wrong_settings_are_named(config, settings, words):
         settled(config, settings)
 
 
+def test_of_a_file_and_settings_the_one_that_is_wrong_is_named(tmp_path):
+    toml = tmp_path / "art.toml"
+    toml.write_text("steps = -1\n")
+    with pytest.raises(ConfigError) as caught:
+        settled(toml, {"rank": 0})
+    assert str(caught.value) == f"{toml}: steps must be at least 0, not -1; train(): rank must be at least 1, not 0"
+
+
 # scenarios
 
 
