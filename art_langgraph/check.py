@@ -16,6 +16,7 @@ from art_backends.backend import LocalServer
 from art_backends.capture.scope import outside_requests, rollout_scope
 from art_backends.client import Client
 from art_backends.config import TrainConfig
+from art_backends.display import Display
 from art_backends.exclusion import exclusion
 from art_backends.failures import brief
 from art_backends.scenarios import Scenario
@@ -24,6 +25,8 @@ from art_backends.waiting import OverdueError, bounded
 
 from art_langgraph.capturing import capturing
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
+from art_langgraph.inspection import inspect_graph, warnings_of
+from art_langgraph.names import check_names
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,23 @@ async def check(
     scenario: Scenario,
     config: TrainConfig,
     *,
+    display: Display,
     to_input: MakeInput | None = None,
     on_interrupt: OnInterrupt | None = None,
 ) -> Checked:
     """Run the graph on one scenario against a server on ``config.folder``. Raises ArtError."""
-    async with load_graph(graph) as loaded, LocalServer(config) as server:
-        agent = partial(run_graph, loaded, to_input=to_input, on_interrupt=on_interrupt)
-        with capturing():
-            return await _run(agent, scenario, config, server.client)
+    async with load_graph(graph) as loaded:
+        found = inspect_graph(loaded.graph, config.models, config.nodes)
+        for warning in (*warnings_of(found), *check_names(found, config.models, config.nodes)):
+            display.warn(warning)
+        display.note(f"loading {config.base_model}…")
+        async with LocalServer(config) as server:
+            with capturing() as told:
+                if told:
+                    display.warn(told)
+                display.note(f"running scenario {scenario.id}…")
+                agent = partial(run_graph, loaded, to_input=to_input, on_interrupt=on_interrupt)
+                return await _run(agent, scenario, config, server.client)
 
 
 async def _run(

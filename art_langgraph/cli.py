@@ -4,9 +4,10 @@
     art-langgraph check my_app:graph --scenarios tasks.jsonl         one scenario runs; what is captured of it
     art-langgraph train my_app:graph --scenarios tasks.jsonl --reward my_rewards:score
 
-Every setting of TrainConfig is an option; the app is found from the current folder, as with ``python -m``. What is
-wrong is one clear line on standard error and exit code 2 (an error in the app comes with the app's own traceback);
-Ctrl-C is exit code 130, and the same command goes on. It refuses to show tracebacks of its own for the user's errors.
+Every setting of TrainConfig that a command goes by is an option of it; the app is found from the current folder, as
+with ``python -m``. What is wrong is one clear line on standard error and exit code 2 (an error of the app has its
+own traceback); Ctrl-C is exit code 130, and the same command goes on. It refuses to show tracebacks of its own
+for the user's errors.
 """
 
 from __future__ import annotations
@@ -23,25 +24,32 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from art_backends import stacks
+from art_backends.arguments import CommandParser
 from art_backends.config import add_arguments, from_arguments
-from art_backends.display import make_display
-from art_backends.errors import ArtError, ConfigError
+from art_backends.display import PlainDisplay, make_display
+from art_backends.errors import ArtError, ConfigError, did_you_mean
 from art_backends.report import summary
-from art_backends.scenarios import load
+from art_backends.scenarios import Scenario, load
 from art_backends.waiting import run_to_end
 from rich.console import Console
 
 from art_langgraph.check import check, lines
 from art_langgraph.graphs import load_graph
 from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
+from art_langgraph.loading import own_traceback
+from art_langgraph.names import check_names
 from art_langgraph.train import train
 
+# Settings that one rollout goes by; those of the adapter, because one to begin from must be of the same shape.
+CHECKED = frozenset({"base_model", "init_adapter", "models", "nodes", "chat_template", "rollout_timeout"})
+CHECKED |= {"temperature", "top_p", "max_tokens", "history", "rank", "alpha", "rslora", "target_modules"}
+CHECKED |= {"device", "dtype", "threads", "max_model_len"}
+_SHOWN = 5  # ids of scenarios
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 _LINGER = 5.0  # seconds that the app's own threads have to end
 
@@ -70,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="art-langgraph", description="Train an unmodified LangGraph agent in place.")
+    parser = CommandParser(prog="art-langgraph", description="Train an unmodified LangGraph agent in place.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     training = commands.add_parser("train", help="train the model behind a graph")
     _add_running(training)
@@ -86,12 +94,15 @@ def _parser() -> argparse.ArgumentParser:
     looking.add_argument(
         "--models", nargs="+", default=[], metavar="NAME", help="model names of the policy (none: all)"
     )
+    looking.add_argument(
+        "--nodes", nargs="+", default=[], metavar="NAME", help="nodes or agents that train (none: all)"
+    )
     looking.add_argument("--json", action="store_true", help="as JSON")
     looking.set_defaults(run=_inspect)
     checking = commands.add_parser("check", help="run one scenario and show what is captured and would be trained")
     _add_running(checking)
     checking.add_argument("--scenario", metavar="ID", help="which one (default: the first)")
-    add_arguments(checking, skip=frozenset({"folder"}))
+    checking.idle = {"--reward", "--held-out", "--success", *add_arguments(checking, only=CHECKED)}
     checking.set_defaults(run=_check)
     return parser
 
@@ -136,29 +147,46 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    found = asyncio.run(_inspected(options.graph, options.models))
+    found, warnings = asyncio.run(_inspected(options.graph, options.models, options.nodes))
+    for warning in warnings:
+        sys.stderr.write(f"art-langgraph: warning: {warning}\n")
     if options.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
         return
     sys.stdout.write("\n".join(inspection_lines(found)) + "\n")
 
 
-async def _inspected(spec: str, models: list[str]) -> Inspection:
+async def _inspected(spec: str, models: list[str], nodes: list[str]) -> tuple[Inspection, list[str]]:
     async with load_graph(spec) as loaded:
-        return inspect_graph(loaded.graph, models)
+        found = inspect_graph(loaded.graph, models, nodes)
+        return found, check_names(found, models, nodes)
 
 
 def _check(options: argparse.Namespace) -> None:
     given = from_arguments(options, options.config)
-    scenarios = load(options.scenarios)
-    named = [item for item in scenarios if options.scenario in (None, item.id)]
-    if not named:
-        raise ConfigError(f"--scenario {options.scenario}: {options.scenarios} has no scenario of that id")
+    scenario = _scenario(options.scenarios, options.scenario)
     functions = _functions(options)
+    display = PlainDisplay(Console(stderr=True), time.monotonic)
     with tempfile.TemporaryDirectory(prefix="art-check-") as folder:
         config = given.model_copy(update={"folder": Path(folder)})
-        checked = run_to_end(check(options.graph, named[0], config, **functions), threads=8)
+        checked = run_to_end(check(options.graph, scenario, config, display=display, **functions), threads=8)
     sys.stdout.write("\n".join(lines(checked)) + "\n")
+
+
+def _scenario(file: Path, wanted: str | None) -> Scenario:
+    """The scenario of an id, the first if none is wanted; ConfigError says which there are."""
+    scenarios = load(file)
+    if wanted is None:
+        return scenarios[0]
+    known = {scenario.id: scenario for scenario in scenarios}
+    if wanted in known:
+        return known[wanted]
+    ids = ", ".join(list(known)[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
+    listed = f"There are {len(known)}: {ids}" if len(known) > 1 else f"The only one is {ids}"
+    made = any(scenario.data.get("id") is None for scenario in scenarios)
+    how = ' (a scenario without an "id" has one made from its content)' if made else ""
+    hint = did_you_mean(wanted, known) or "."
+    raise ConfigError(f"--scenario {wanted}: {file} has no scenario of that id{hint} {listed}{how}")
 
 
 def _held_out(value: str | None) -> str | float | None:
@@ -197,18 +225,15 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
         try:
             value = getattr(value, part)
         except AttributeError:
-            raise ConfigError(f"{option} {spec}: {place} has no {attribute!r}") from None
+            hint = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])
+            raise ConfigError(f"{option} {spec}: {place} has no {attribute!r}{hint}") from None
     if not callable(value):
         raise ConfigError(f"{option} {spec}: this is a {type(value).__name__}, not a function")
     return value  # type: ignore[no-any-return]
 
 
 def _app_error(what: str, error: BaseException) -> NoReturn:
-    shown = traceback.TracebackException.from_exception(error)
-    mine = (__file__, importlib.__file__)
-    kept = [frame for frame in shown.stack if frame.filename not in mine and "importlib" not in frame.filename]
-    shown.stack = traceback.StackSummary.from_list(kept)
-    raise ConfigError(f"{what}: the module could not be imported:\n\n{''.join(shown.format())}".rstrip()) from error
+    raise ConfigError(f"{what}: the module could not be imported:\n\n{own_traceback(error)}") from error
 
 
 def _leave(code: int) -> None:

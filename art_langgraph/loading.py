@@ -93,7 +93,7 @@ class LoadedGraph:
                 made = stack.enter_context(made)
         except GraphError:
             raise
-        except Exception as error:  # boundary: the app's code, told with its own traceback
+        except (Exception, SystemExit) as error:  # boundary: the app's code, told with its own traceback
             raise _own_error(f"The factory {self.name} failed", error) from error
         graph = _as_graph(made)
         if graph is None:
@@ -255,12 +255,28 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _own_error(what: str, error: BaseException) -> GraphError:
-    """A GraphError with the app's traceback, without the frames of the import machinery and ours."""
+def own_traceback(error: BaseException) -> str:
+    """An error of the app's as Python shows it, without the frames of the import machinery and ours."""
     shown = traceback.TracebackException.from_exception(error)
-    mine = {__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", importlib.__file__}
-    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename not in mine])
-    return GraphError(f"{what}:\n\n{''.join(shown.format())}".rstrip())
+    waiting = [shown]
+    while waiting:
+        part = waiting.pop()
+        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _between(frame.filename)])
+        waiting += [more for more in (part.__cause__, part.__context__, *(part.exceptions or ())) if more is not None]
+    return "".join(shown.format()).rstrip()
+
+
+def _between(file: str) -> bool:
+    """Whether a frame only stands between ours and the app's: ours, of imports, of context managers."""
+    return (
+        file.startswith(("<frozen importlib", "<frozen runpy", str(Path(importlib.__file__).parent)))
+        or file == contextlib.__file__
+        or Path(file).parent == Path(__file__).parent
+    )
+
+
+def _own_error(what: str, error: BaseException) -> GraphError:
+    return GraphError(f"{what}:\n\n{own_traceback(error)}")
 
 
 def _from_langgraph_json(path: Path, name: str) -> LoadedGraph:

@@ -88,8 +88,9 @@ def _is_named(cls: type) -> bool:
 
 
 def model_name(model: BaseChatModel) -> str:
-    """The name that the app gave its model."""
-    told = getattr(model, "model", None) or getattr(model, "model_name", None) or type(model).__name__
+    """The name that the app gave its model; on Azure that of the deployment, which is what a request names."""
+    told = getattr(model, "deployment_name", None) or getattr(model, "model", None)
+    told = told or getattr(model, "model_name", None) or type(model).__name__
     return str(told).removeprefix("models/")
 
 

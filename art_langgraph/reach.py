@@ -5,17 +5,19 @@ It refuses to call anything, and to look into what libraries keep for themselves
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 _ITEMS = 1_000  # elements of one container
 # Modules whose functions' globals say nothing about the app.
 _LIBRARIES = frozenset({"langchain", "langgraph", "openai", "anthropic", "google", "ollama", "pydantic", "httpx"})
 # Of these, objects that are built to hold others.
-_HOLDERS = frozenset({"langchain", "langchain_core", "langchain_classic", "langgraph", "functools"})
+_HOLDERS = frozenset({"langchain", "langchain_core", "langchain_classic", "langgraph", "functools", "types"})
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType)
 
@@ -45,27 +47,60 @@ def _of_function(function: Callable[..., Any]) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield getattr(function, "__wrapped__", None)
-    if not _is_library(function.__module__):
-        for name in _names(function.__code__):
-            if name in function.__globals__:
-                yield function.__globals__[name]
+    if not is_library(function.__module__):
+        yield from _named(function)
+
+
+def _named(function: types.FunctionType) -> Iterator[Any]:
+    """Globals that a function names, and of modules of the app among them what it may take from these."""
+    names = list(dict.fromkeys(_names(function.__code__)))
+    places, seen = [function.__globals__], set()
+    while places:
+        place = places.pop()
+        for value in (place[name] for name in names if name in place):
+            yield value
+            if isinstance(value, types.ModuleType) and not is_library(value.__name__) and id(value) not in seen:
+                seen.add(id(value))
+                places.append(vars(value))
+
+
+def imports_late(function: types.FunctionType) -> bool:
+    """Whether a function of the app imports something when it runs: what, cannot be looked at."""
+    return not is_library(function.__module__) and any(map(_imports, _codes(function.__code__)))
+
+
+def names_model(function: types.FunctionType) -> bool:
+    """Whether a function of the app calls something with an argument ``model=``: which, cannot be known."""
+    constants = (constant for code in _codes(function.__code__) for constant in code.co_consts)
+    named = (constant for constant in constants if isinstance(constant, tuple))  # names of keyword arguments
+    return not is_library(function.__module__) and any("model" in names for names in named)
+
+
+def _imports(code: types.CodeType) -> bool:
+    return any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    for inner in _codes(code):
+        yield from inner.co_names
 
 
-def _is_library(module: str | None) -> bool:
+def is_library(module: str | None) -> bool:
+    """Whether a module is Python's or of a library whose insides say nothing about the app."""
     root = (module or "").partition(".")[0]
     return root in sys.stdlib_module_names or root in _LIBRARIES or root.startswith(("langchain_", "langgraph_"))
 
 
 def _may_hold(cls: type) -> bool:
     """Objects of the app's classes, and of LangChain's that are built to hold others."""
-    return cls.__module__.partition(".")[0] in _HOLDERS or not _is_library(cls.__module__)
+    return cls.__module__.partition(".")[0] in _HOLDERS or not is_library(cls.__module__)
 
 
 def _attributes(value: Any) -> Iterator[Any]:
@@ -78,6 +113,24 @@ def _attributes(value: Any) -> Iterator[Any]:
     for name in slots:
         if isinstance(name, str) and (not name.startswith("__") or name == "__pydantic_private__"):
             yield _stored(value, name)
+    for kind in type(value).__mro__:
+        if _is_apps(kind.__module__):
+            yield from _methods(kind)
+
+
+def _methods(cls: type) -> Iterator[Any]:
+    """Functions of a class that code of the app may call on its objects."""
+    for name, value in vars(cls).items():
+        if name == "__call__" or not name.startswith("__"):
+            function = getattr(value, "__func__", value)  # of a static method, or one of the class
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+def _is_apps(module: str | None) -> bool:
+    """Whether a module is the app's: none of Python's, and not installed as a package."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return not is_library(module) and file is not None and not {"site-packages", "dist-packages"} & {*Path(file).parts}
 
 
 def _stored(value: Any, name: str) -> Any:

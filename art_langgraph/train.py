@@ -29,6 +29,7 @@ from art_backends.waiting import run_to_end
 from art_langgraph.capturing import capturing
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.inspection import inspect_graph, warnings_of
+from art_langgraph.names import check_names
 
 Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
 
@@ -69,8 +70,8 @@ async def atrain(
         return await run_graph(loaded, scenario, to_input=to_input, on_interrupt=on_interrupt)
 
     async with loaded:
-        found = inspect_graph(loaded.graph, made.models)
-        for warning in warnings_of(found, made.models):
+        found = inspect_graph(loaded.graph, made.models, made.nodes)
+        for warning in (*warnings_of(found), *check_names(found, made.models, made.nodes)):
             shown.warn(warning)
         shown.note(f"starting the server on {made.folder}")
         async with LocalServer(made) as backend:
@@ -140,7 +141,7 @@ def settled(config: TrainConfig | Mapping[str, Any] | str | Path | None, setting
     if config is None:
         return make_config(settings, source="train()")
     if isinstance(config, str | Path):
-        return make_config({**load_toml(Path(config)), **settings}, source=f"{config} and train()")
+        return make_config({**load_toml(Path(config)), **settings}, source=str(config), over=settings, by="train()")
     if isinstance(config, TrainConfig):
         return make_config({**config.model_dump(), **settings}, source="train()") if settings else config
     if isinstance(config, Mapping):

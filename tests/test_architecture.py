@@ -15,8 +15,10 @@ PACKAGES["art_backends"] = ROOT / "backends" / "art_backends"
 # The floor of a room; a module imports from lower floors, from its own room, and from those in SIDEWAYS.
 FLOORS = {
     "errors": 1,
+    "problems": 1,
     "trajectories": 1,
     "config": 1,
+    "arguments": 2,
     "store": 2,
     "client": 2,
     "capture": 2,
@@ -55,7 +57,8 @@ FLOORS = {
     "art_langgraph": 5,
     "art_mcp": 5,
 }
-SIDEWAYS = {("config", "errors"), ("trajectories", "errors"), ("model", "backend")}
+SIDEWAYS = {("config", "errors"), ("config", "problems"), ("problems", "errors"), ("trajectories", "errors")}
+SIDEWAYS |= {("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
 SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts")}
 SIDEWAYS |= {("cli", "cli_folder"), ("cli_versions", "cli_folder"), ("cli_rollouts", "cli_folder")}
@@ -67,7 +70,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
 LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft"}
-LIGHT_ROOMS |= {"cli_folder", "cli_rollouts", "cli_versions"}
+LIGHT_ROOMS |= {"cli_folder", "cli_rollouts", "cli_versions", "arguments", "problems"}
 LIGHT_ROOMS |= {"stragglers", "playing", "checks", "stacks", "watchdog", "failures"}
 
 

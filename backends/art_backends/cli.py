@@ -21,6 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from art_backends import cli_rollouts, cli_versions, sft, stacks
+from art_backends.arguments import CommandParser
 from art_backends.backend import LocalServer
 from art_backends.cli_folder import add_folder, connected, running
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
@@ -29,6 +30,9 @@ from art_backends.errors import ArtError, ConfigError, ServerError
 from art_backends.server.folder import POLICY
 from art_backends.server.run import serve
 
+# Settings that serving goes by; the adapter's, too: the versions of a folder have one shape.
+SERVED = frozenset({"base_model", "name", "folder", "init_adapter", "models", "chat_template", "history"})
+SERVED |= {"rank", "alpha", "rslora", "target_modules", "optimizer", "device", "dtype", "threads", "max_model_len"}
 STACKS_SECONDS = 10.0  # until a server that does not answer is taken to hang
 
 
@@ -52,18 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="art-backends", description="Serve and inspect the model under training.")
+    parser = CommandParser(prog="art-backends", description="Serve and inspect the model under training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serving = commands.add_parser("serve", help="serve a run folder at an OpenAI-compatible address")
     serving.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
     serving.add_argument("--port", type=int, default=8787, help="port to bind, 0 for any free one (default: 8787)")
     serving.add_argument("--allow-remote", action="store_true", help="allow an address that others can reach")
-    serving.add_argument("--config", type=Path, help="TOML file of settings")
+    serving.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
     serving.add_argument("--settings", type=Path, help=argparse.SUPPRESS)  # JSON of the process that starts us
     serving.add_argument("--announce", action="store_true", help=argparse.SUPPRESS)
     serving.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
-    add_arguments(serving)
+    serving.idle = add_arguments(serving, only=SERVED)
     serving.set_defaults(run=_serve)
 
     imitating = commands.add_parser("sft", help="train on worked examples: imitation, before or without rewards")
@@ -71,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     imitating.add_argument("--epochs", type=int, default=3, help="times that all examples are trained (default: 3)")
     imitating.add_argument("--batch-size", type=int, default=8, help="examples per step (default: 8)")
     imitating.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
-    add_arguments(imitating, skip=frozenset({"steps"}))
+    imitating.idle = add_arguments(imitating, only=set(TrainConfig.model_fields) - {"steps"})
     imitating.set_defaults(run=_sft)
 
     cli_versions.add_parser(commands)

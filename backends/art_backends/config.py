@@ -12,13 +12,15 @@ import argparse
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from art_backends.errors import ConfigError
+from art_backends.problems import problem
 
 
 class TrainConfig(BaseModel):
@@ -164,17 +166,30 @@ class TrainConfig(BaseModel):
         return self
 
 
-def make_config(values: Mapping[str, Any], *, source: str = "configuration") -> TrainConfig:
-    """Build a TrainConfig; a wrong value raises ConfigError that names the setting and where it came from."""
+_OPTIONS = "command line"
+
+
+def make_config(
+    values: Mapping[str, Any], *, source: str = "configuration", over: Collection[str] = (), by: str = _OPTIONS
+) -> TrainConfig:
+    """Build a TrainConfig; a wrong value raises ConfigError that names the setting and where it came from.
+
+    ``source``: where the values are from, but for the settings in ``over``, which were given ``by`` someone else.
+    """
     try:
         return TrainConfig(**values)
     except ValidationError as error:
-        lines = []
+        found: dict[str, list[str]] = {}
         for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"])
-            said = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{where}: {said} (got {item['input']!r})" if where else said)
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+            name = str(item["loc"][0]) if item["loc"] else ""
+            shown, place = name, by if name in over else source
+            if name in over and by == _OPTIONS:
+                shown, place = _option(name), ""
+            elif not name and over:  # of several settings, which may be from either
+                place = by if len(over) == len(values) else f"{source} and {by}"
+            found.setdefault(place, []).append(problem(item, shown, TrainConfig.model_fields))
+        said = [f"{place}: {'; '.join(lines)}" if place else "; ".join(lines) for place, lines in sorted(found.items())]
+        raise ConfigError("; ".join(said)) from None
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -192,31 +207,50 @@ def load_toml(path: Path) -> dict[str, Any]:
     return dict(table)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, skip: frozenset[str] = frozenset()) -> None:
-    """Add one option per field of TrainConfig; options that are not given do not appear in the namespace."""
-    for name, field in TrainConfig.model_fields.items():
-        if name in skip:
-            continue
-        flag = "--" + name.replace("_", "-")
-        default = field.get_default(call_default_factory=True)
-        text = (field.description or "").replace("%", "%%") + f" (default: {default})"
-        kinds = [
-            kind for kind in typing.get_args(field.annotation) or (field.annotation,) if kind is not types.NoneType
-        ]
-        if field.annotation is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        elif typing.get_origin(field.annotation) is list:
-            parser.add_argument(flag, nargs="+", default=argparse.SUPPRESS, metavar="NAME", help=text)
-        elif typing.get_origin(field.annotation) is Literal:
-            parser.add_argument(flag, choices=list(kinds), default=argparse.SUPPRESS, help=text)
-        else:
-            metavar = {int: "N", float: "X", Path: "PATH"}.get(typing.cast(Any, kinds[0]), "TEXT")
-            parser.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text)
+def add_arguments(parser: argparse.ArgumentParser, *, only: Collection[str] | None = None) -> frozenset[str]:
+    """Add one option per setting, or per setting in ``only``; returns the options that were left out.
+
+    Options that are not given do not appear in the namespace.
+    """
+    names = [name for name in TrainConfig.model_fields if only is None or name in only]
+    for name in names:
+        _add_option(parser, name, TrainConfig.model_fields[name])
+    return frozenset(_option(name) for name in TrainConfig.model_fields if name not in names)
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    flag, text = _option(name), _help(field)
+    kinds = [kind for kind in typing.get_args(field.annotation) or (field.annotation,) if kind is not types.NoneType]
+    if field.annotation is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    elif typing.get_origin(field.annotation) is list:
+        parser.add_argument(flag, nargs="+", default=argparse.SUPPRESS, metavar="NAME", help=text)
+    elif typing.get_origin(field.annotation) is Literal:
+        parser.add_argument(flag, choices=list(kinds), default=argparse.SUPPRESS, help=text)
+    else:
+        metavar = {int: "N", float: "X", Path: "PATH"}.get(typing.cast(Any, kinds[0]), "TEXT")
+        parser.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(field: FieldInfo) -> str:
+    """A field's description and its default, as it is written on a command line; a default of nothing says nothing."""
+    text = (field.description or "").replace("%", "%%")
+    default = field.get_default(call_default_factory=True)
+    if default is None or default == []:
+        return text
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    shown = " ".join(default) if isinstance(default, list) else default
+    return f"{text} (default: {shown})"
 
 
 def from_arguments(namespace: argparse.Namespace, toml: Path | None = None) -> TrainConfig:
     """TrainConfig of a parsed command line and, under it, a TOML file."""
     given = {key: value for key, value in vars(namespace).items() if key in TrainConfig.model_fields}
     if toml is None:
-        return make_config(given, source="command line")
-    return make_config({**load_toml(toml), **given}, source=f"{toml} and command line")
+        return make_config(given, over=given)
+    return make_config({**load_toml(toml), **given}, source=str(toml), over=given)

@@ -25,6 +25,9 @@ It refuses to be a place for errors that are only data: a failed rollout is reco
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ArtError(Exception):
     """Base of every error of this project."""
@@ -114,3 +117,11 @@ def revive(kind: str, message: str) -> ArtError:
     if isinstance(known, type) and issubclass(known, ArtError):
         return known(message)
     return ServerError(message)
+
+
+def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
+    """The end of a message about names that are not known: ``; did you mean …?``, or nothing if none is similar."""
+    there = sorted(known)
+    found = [difflib.get_close_matches(name, there, n=1) for name in ([given] if isinstance(given, str) else given)]
+    names = dict.fromkeys(name for match in found for name in match)
+    return f"; did you mean {', '.join(names)}?" if names else ""

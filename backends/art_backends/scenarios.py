@@ -79,7 +79,10 @@ def split(scenarios: list[Scenario], fraction: float, seed: int) -> tuple[list[S
     At least one scenario stays on each side; ScenarioError if there are fewer than two or the fraction is no share.
     """
     if not 0 < fraction < 1:
-        raise ScenarioError(f"held-out fraction must be between 0 and 1, not {fraction}")
+        raise ScenarioError(
+            "what is held out must be a share between 0 and 1 (0.2 is a fifth) or a file of scenarios, "
+            f"not {fraction:g}"
+        )
     if len(scenarios) < 2:
         raise ScenarioError("one scenario cannot be split: give at least two, or a file of held-out scenarios")
     count = min(max(round(len(scenarios) * fraction), 1), len(scenarios) - 1)

@@ -1,10 +1,13 @@
 """The command line: options, words, exit codes. The run itself is taken over where no server is wanted."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+from art_backends.config import TrainConfig
 from art_backends.report import Report
+from art_backends.scenarios import load
 
 from art_langgraph import cli
 from art_langgraph.cli import load_function, main
@@ -16,6 +19,7 @@ def app(tmp_path, monkeypatch):
     (tmp_path / "cli_app.py").write_text("class Graph:\n    async def ainvoke(self, value, config=None): ...\n")
     (tmp_path / "cli_broken.py").write_text("import json\njson.loads('{')\n")
     (tmp_path / "cli_needs.py").write_text("import a_module_that_is_missing\n")
+    (tmp_path / "cli_leaves.py").write_text("import sys\n\n\ndef main():\n    sys.exit('no key')\n\n\nmain()\n")
     (tmp_path / "cli_rewards.py").write_text("def score(run):\n    return 1.0\n\nNUMBER = 5\n")
     (tmp_path / "tasks.jsonl").write_text('{"question": "one"}\n{"question": "two"}\n')
     (tmp_path / "bad.jsonl").write_text('{"question": "one"}\n{"question": \n')
@@ -77,7 +81,7 @@ def test_held_out_may_be_a_file(app, taken):
         ({2: "--scenarios", 3: "bad.jsonl"}, "art-langgraph: bad.jsonl, line 2: not valid JSON"),
         ({3: "nothing.jsonl"}, "nothing.jsonl: cannot be read"),
         ({5: "cli_rewards"}, "--reward cli_rewards: give module:function"),
-        ({5: "cli_rewards:scores"}, "--reward cli_rewards:scores: cli_rewards has no 'scores'"),
+        ({5: "cli_rewards:scores"}, "--reward cli_rewards:scores: cli_rewards has no 'scores'; did you mean score?"),
         ({5: "cli_rewards:NUMBER"}, "this is a int, not a function"),
         ({5: "no_rewards:score"}, "there is no module 'no_rewards'"),
         ({5: "no_rewards.py:score"}, "there is no file"),
@@ -95,15 +99,29 @@ def test_what_is_wrong_is_one_clear_line_and_code_2(app, capsys, changes, words)
 
 
 @pytest.mark.parametrize(
-    ("option", "module"), [(1, "cli_broken:graph"), (5, "cli_broken:score"), (5, "cli_needs:score")]
+    ("option", "module"),
+    [
+        (1, "cli_broken:graph"),
+        (5, "cli_broken:score"),
+        (5, "cli_needs:score"),
+        (1, "cli_leaves:graph"),
+        (5, "cli_leaves:score"),
+        (5, "cli_leaves.py:score"),
+    ],
 )
 def test_an_error_in_the_app_comes_with_its_own_traceback(app, capsys, option, module):
     arguments = [module if index == option else value for index, value in enumerate(BASE)]
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    name = module.partition(":")[0]
+    name = module.partition(":")[0].removesuffix(".py")
     assert f'{name}.py", line' in said
-    assert "JSONDecodeError" in said or "No module named 'a_module_that_is_missing'" in said
+    last = said.rstrip().splitlines()[-1]
+    wanted = {
+        "cli_broken": "JSONDecodeError",
+        "cli_needs": "No module named 'a_module",
+        "cli_leaves": "SystemExit: no key",
+    }
+    assert wanted[name] in last
     assert "art_langgraph/" not in said
     assert "importlib" not in said
 
@@ -117,17 +135,100 @@ def test_ctrl_c_is_130(app, monkeypatch, capsys):
     assert "the same command goes on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], [*BASE, "--steps"], [*BASE, "--no-such-option", "1"]])
-def test_usage_errors(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "command", "words"),
+    [
+        ([], "", "the following arguments are required: COMMAND"),
+        (["trian"], "", "argument COMMAND: 'trian' is none of train, inspect, check; did you mean train?"),
+        (["train"], " train", "the following arguments are required: MODULE:ATTR, --scenarios, --reward"),
+        ([*BASE[:-2], "--rewrd", "x"], " train", "unrecognized arguments: --rewrd; did you mean --reward?"),
+        ([*BASE, "--steps"], " train", "argument --steps: expected one argument"),
+        ([*BASE, "--stepz", "3"], " train", "unrecognized arguments: --stepz; did you mean --steps?"),
+        (
+            ["check", *BASE[1:4], "--rank", "4", "--steps=3"],
+            " check",
+            "--steps has no effect on this command: leave it out",
+        ),
+        (["check", *BASE[1:]], " check", "--reward has no effect on this command: leave it out"),
+    ],
+)
+def test_usage_errors(arguments, command, words, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
-    assert "usage: art-langgraph" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"art-langgraph{command}: {words}\nsee `art-langgraph{command} --help`\n"
 
 
 def test_a_wrong_value_is_named(app, capsys):
     assert main([*BASE, "--steps", "many"]) == 2
-    assert "command line: steps:" in capsys.readouterr().err
+    assert capsys.readouterr().err == "art-langgraph: --steps must be a whole number, not 'many'\n"
+
+
+def test_check_offers_what_one_rollout_goes_by(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["check", "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert {name for name in TrainConfig.model_fields if f"--{name.replace('_', '-')} " in said} == cli.CHECKED
+
+
+GRAPH = """
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+
+model = ChatOpenAI(model="gpt-4o-mini", api_key="k")
+
+
+def agent(state):
+    return {"messages": [model.invoke(state["messages"])]}
+
+
+graph = StateGraph(MessagesState).add_node("agent", agent).add_node("other", lambda state: {})
+graph = graph.add_edge(START, "agent").add_edge("agent", "other").compile()
+"""
+
+
+def test_inspect_shows_what_would_train(app, capsys):
+    (app / "cli_graph.py").write_text(GRAPH)
+    assert main(["inspect", "cli_graph:graph", "--nodes", "agent", "--models", "gpt-4o-mini"]) == 0
+    said = capsys.readouterr()
+    assert "nodes that train: agent\n" in said.out
+    assert said.err == ""
+    assert main(["inspect", "cli_graph:graph", "--nodes", "other", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["trained"], found["models"][0]["trained"]) == (["other"], False)
+    assert said.err.startswith("art-langgraph: warning: nodes: no model was found in other, only in agent")
+
+
+@pytest.mark.parametrize("command", ["inspect", "check", "train"])
+def test_names_that_the_graph_does_not_have(app, capsys, command, monkeypatch):
+    """Before anything is started, whatever the command."""
+    (app / "cli_graph.py").write_text(GRAPH)
+    arguments = {"inspect": [], "check": BASE[2:4], "train": BASE[2:]}[command]
+    assert main([command, "cli_graph:graph", *arguments, "--nodes", "agnt"]) == 2
+    assert "by the name agnt; did you mean agent? There are: agent, other\n" in capsys.readouterr().err
+    assert main([command, "cli_graph:graph", *arguments, "--models", "gpt-4o"]) == 2
+    assert "by the name gpt-4o; did you mean gpt-4o-mini? There are: gpt-4o-mini\n" in capsys.readouterr().err
+    assert not (app / ".art").exists()
+
+
+def test_check_names_the_ids_there_are(app, capsys):
+    check = ["check", "cli_app:Graph", "--scenarios", "tasks.jsonl", "--scenario"]
+    assert main([*check, "3"]) == 2
+    said = capsys.readouterr().err
+    first, second = (scenario.id for scenario in load("tasks.jsonl"))
+    assert f"--scenario 3: tasks.jsonl has no scenario of that id. There are 2: {first}, {second} (a scenario" in said
+    (app / "tasks.jsonl").write_text("".join(f'{{"id": "task-{number}"}}\n' for number in range(1, 9)))
+    assert main([*check, "task_2"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("that id; did you mean task-2? There are 8: task-1, task-2, task-3, task-4, task-5, …\n")
+
+
+def test_a_held_out_number_that_is_no_share(app, capsys):
+    for value in ("20", "0", "-1", "nan"):
+        assert main([*BASE, f"--held-out={value}"]) == 2
+        assert "a share between 0 and 1 (0.2 is a fifth) or a file of scenarios" in capsys.readouterr().err
 
 
 def test_functions_by_file_and_by_dotted_name(app):

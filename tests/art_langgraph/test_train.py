@@ -35,8 +35,8 @@ def test_settings_win_over_the_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("config", "settings", "words"),
     [
-        (None, {"stepz": 1}, r"train\(\): stepz"),
-        (None, {"steps": -1}, r"train\(\): steps: .*got -1"),
+        (None, {"stepz": 1}, r"train\(\): there is no setting stepz; did you mean steps\?"),
+        (None, {"steps": -1}, r"train\(\): steps must be at least 0, not -1"),
         (7, {}, "config must be a TrainConfig, a mapping or a TOML file, not int"),
         ("nothing.toml", {}, "nothing.toml: cannot be read"),
     ],
@@ -44,6 +44,14 @@ def test_settings_win_over_the_configuration(tmp_path):
 def test_wrong_settings_are_named(config, settings, words):
     with pytest.raises(ConfigError, match=words):
         settled(config, settings)
+
+
+def test_of_a_file_and_settings_the_one_that_is_wrong_is_named(tmp_path):
+    toml = tmp_path / "art.toml"
+    toml.write_text("steps = -1\n")
+    with pytest.raises(ConfigError) as caught:
+        settled(toml, {"rank": 0})
+    assert str(caught.value) == f"{toml}: steps must be at least 0, not -1; train(): rank must be at least 1, not 0"
 
 
 # scenarios

@@ -35,11 +35,11 @@ def wide(monkeypatch):
 
 
 def test_serve_says_how_to_use_it(served, tmp_path, capsys):
-    assert main(["serve", "--folder", str(tmp_path), "--steps", "3"]) == 0
+    assert main(["serve", "--folder", str(tmp_path), "--rank", "3"]) == 0
     said = capsys.readouterr().out
     assert "http://127.0.0.1:1234/v1" in said
     assert f"OPENAI_BASE_URL=http://127.0.0.1:1234/v1 OPENAI_API_KEY=$(cat {tmp_path}/agent.token)" in said
-    assert served == [TrainConfig(folder=tmp_path, steps=3)]
+    assert served == [TrainConfig(folder=tmp_path, rank=3)]
 
 
 def test_the_announcement_is_one_line_of_json(served, tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_a_folder_whose_settings_cannot_be_read(served, tmp_path, capsys, conten
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "--steps", "many"], "command line: steps: "),
+        (["serve", "--rank", "many"], "art-backends: --rank must be a whole number, not 'many'"),
         (["serve", "--config", "nothing.toml"], "nothing.toml: cannot be read"),
         (["serve", "--host", "0.0.0.0", "--folder", "FOLDER"], "--allow-remote"),
         (["serve", "--settings", "nothing.json"], "nothing.json: cannot be read"),
@@ -123,20 +123,51 @@ def test_ctrl_c_is_130(monkeypatch, tmp_path):
     assert main(["serve", "--folder", str(tmp_path)]) == 130
 
 
-@pytest.mark.parametrize("arguments", [[], ["serv"], ["rollouts"], ["rollouts", "show"], ["serve", "--port", "high"]])
-def test_usage_errors(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "command", "words"),
+    [
+        ([], "", "the following arguments are required: COMMAND"),
+        (["serv"], "", "did you mean serve?"),
+        (["rollouts"], " rollouts", "the following arguments are required: ACTION"),
+        (["rollouts", "show"], " rollouts show", "the following arguments are required: id"),
+        (["serve", "--port", "high"], " serve", "argument --port: invalid int value: 'high'"),
+        (["serve", "--foldr", "x"], " serve", "unrecognized arguments: --foldr; did you mean --folder?"),
+        (["versions", "list", "--jsn"], " versions list", "unrecognized arguments: --jsn; did you mean --json?"),
+        (["sft", "x.jsonl", "--steps", "3"], " sft", "--steps has no effect on this command: leave it out"),
+        (
+            ["serve", "--steps", "3", "--seed=1"],
+            " serve",
+            "--seed have no effect on this command: leave them out",
+        ),
+    ],
+)
+def test_usage_errors(arguments, command, words, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
-    assert "usage: art-backends" in capsys.readouterr().err
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"art-backends{command}: ")
+    assert first.endswith(words)
+    assert second == f"see `art-backends{command} --help`"
 
 
-def test_every_setting_is_an_option_of_serve():
+def test_what_serving_goes_by_is_an_option_of_serve(capsys):
     text = " ".join(cli._parser().parse_args(["serve"]).__dict__)
-    assert "steps" not in text  # what is not given does not count as given
-    for name in TrainConfig.model_fields:
+    assert "rank" not in text  # what is not given does not count as given
+    for name in cli.SERVED:
         options = cli._parser().parse_args(["serve", *option(name)])
         assert name in vars(options)
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert {name for name in TrainConfig.model_fields if f"--{name.replace('_', '-')} " in said} == cli.SERVED
+
+
+def test_a_file_for_training_serves_too(served, tmp_path):
+    file = tmp_path / "art.toml"
+    file.write_text(f"folder = '{tmp_path}'\nsteps = 3\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert served == [TrainConfig(folder=tmp_path, steps=3)]
 
 
 def option(name: str) -> list[str]:

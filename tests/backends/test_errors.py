@@ -2,7 +2,15 @@ import pickle
 
 import pytest
 from art_backends import errors
-from art_backends.errors import ArtError, ControlError, EngineError, NothingToLearnError, ServerError, revive
+from art_backends.errors import (
+    ArtError,
+    ControlError,
+    EngineError,
+    NothingToLearnError,
+    ServerError,
+    did_you_mean,
+    revive,
+)
 
 ALL = sorted(
     (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ArtError)),
@@ -50,3 +58,11 @@ def test_families():
     assert issubclass(ControlError, ServerError)
     assert issubclass(NothingToLearnError, errors.TrainingError)
     assert issubclass(ServerError, ConnectionError)
+
+
+def test_similar_names_are_named():
+    known = ["steps", "group_size", "groups_per_step"]
+    assert did_you_mean("stepz", known) == "; did you mean steps?"
+    assert did_you_mean(["stepz", "zzz", "group_sise"], known) == "; did you mean steps, group_size?"
+    assert did_you_mean("zzz", known) == ""
+    assert did_you_mean("x", []) == ""

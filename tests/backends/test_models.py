@@ -12,6 +12,13 @@ import pytest
 from art_backends import models
 from art_backends.errors import ModelNotFoundError
 from art_backends.models import Package, digest_of, resolve
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 DOWNLOAD = models._download
 NAME, VERSION, MEMBER = "art-test-weights", "1.0", "art_test_weights/tiny.gguf"
@@ -151,6 +158,68 @@ def test_trouble_of_the_hubs_client_is_one_of_the_things_tried(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelNotFoundError, match="hub: 407\n"):
         resolve("org/no-such-model", never)
+
+
+def test_the_words_of_the_hub_are_never_cut_within_one(monkeypatch):
+    def snapshot_download(*_, **__):
+        raise RuntimeError("extraordinarily " * 40)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve("org/no-such-model", never)
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith("  - hub: ")]
+    assert line.endswith("extraordinarily …")
+    assert len(line) < 320
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (HFValidationError, "this cannot be a name there (MODEL or OWNER/MODEL)"),
+        (RepositoryNotFoundError, "it has no model of this name that it shows you"),
+        (GatedRepoError, "its owner asks for consent first"),
+    ],
+)
+def test_usual_errors_of_the_hub_are_told_in_plain_words(monkeypatch, kind, words):
+    def snapshot_download(*_, local_files_only, **__):
+        if local_files_only:
+            raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
+        error = kind.__new__(kind)  # some want a response of the HTTP library
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve("gpt-4o", never)
+    said = str(caught.value)
+    assert "\n  - hub cache: not there\n" in said
+    assert f"\n  - hub: {words}" in said
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (OfflineModeIsEnabled("offline"), "not asked: HF_HUB_OFFLINE is set"),
+        (OSError("Name or service not known"), "cannot be reached: Name or service not known"),
+    ],
+)
+def test_a_hub_that_gives_no_answer(monkeypatch, cause, words):
+    def snapshot_download(*_, local_files_only, **__):
+        raise LocalEntryNotFoundError("Cannot find") from (None if local_files_only else cause)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFoundError, match=f"\n  - hub cache: not there\n  - hub: {words}\n"):
+        resolve("gpt-4o", never)
+
+
+def test_a_name_of_the_apps_is_said_to_be_none_of_a_base_model(package):
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve("gpt-4o", never)
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith(
+        "Give a model with open weights: a local folder with config.json and *.safetensors, a hub name"
+    )
+    assert f"such as {package.model}, or {package.spec}." in last
+    assert "The name by which the app calls its model stays in the app" in last
 
 
 def test_a_package_is_fetched_checked_converted_and_kept(tmp_path, package, pip):

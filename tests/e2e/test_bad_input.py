@@ -189,7 +189,7 @@ def test_scenario_files(case: Case, content: str, words: list[str]) -> None:
 
 
 def test_settings_and_rewards_that_are_not_there(case: Case) -> None:
-    one_line(case.train("--rank", "0"), "rank", "greater than or equal to 1")
+    one_line(case.train("--rank", "0"), "--rank must be at least 1, not 0")
     one_line(case.train("--scenarios", "missing.jsonl"), "missing.jsonl", "No such file")
     case.reward = case.reward.replace("score", "scores")
     one_line(case.train(), "--reward", "has no 'scores'")

@@ -17,8 +17,9 @@ def test_inspect_runs_nothing(project: Any) -> None:
     assert "nodes: agent, tools" in done.out
     assert "tools: stock, arrival" in done.out
     assert "ChatOpenAI 'gpt-4o-mini' in agent → the policy" in done.out
-    found = json.loads(project.call("art-langgraph", "inspect", "my_app:graph", "--json", "--models", "x").out)
-    assert [(model["name"], model["route"]) for model in found["models"]] == [("gpt-4o-mini", "provider")]
+    found = json.loads(project.call("art-langgraph", "inspect", "my_app:graph", "--json", "--nodes", "agent").out)
+    assert [(model["name"], model["route"]) for model in found["models"]] == [("gpt-4o-mini", "policy")]
+    assert (found["nodes"], found["trained"]) == (["agent", "tools"], ["agent"])
     assert not project.run.exists()
     wrong = project.call("art-langgraph", "inspect", "my_app:stock")
     assert wrong.code == 2
@@ -28,7 +29,7 @@ def test_inspect_runs_nothing(project: Any) -> None:
 def test_check_shows_what_would_train(project: Any) -> None:
     arguments = ["check", "my_app:graph", "--scenarios", "tasks.jsonl", "--base-model", str(project.model)]
     done = project.call("art-langgraph", *arguments, "--threads", "1", "--nodes", "agent")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0, f"loading {project.model}…\nrunning scenario t0…\n")
     assert re.search(r"^call 0  agent  gpt-4o-mini  begins a branch, \d+ prompt tokens$", done.out, re.MULTILINE)
     assert re.search(r"^  call 1  agent  gpt-4o-mini  continues call 0, \d+ prompt tokens$", done.out, re.MULTILINE)
     sampled = [int(count) for count in re.findall(r"(\d+) tokens sampled, \w+; trains", done.out)]
@@ -36,4 +37,4 @@ def test_check_shows_what_would_train(project: Any) -> None:
     assert not project.run.exists()
     unknown = project.call("art-langgraph", *arguments, "--scenario", "nobody")
     assert unknown.code == 2
-    assert "has no scenario of that id" in unknown.err
+    assert "has no scenario of that id. There are 5: t0, t1, t2, t3, t4\n" in unknown.err
