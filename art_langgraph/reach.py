@@ -70,10 +70,15 @@ def imports_late(function: types.FunctionType) -> bool:
 
 
 def names_model(function: types.FunctionType) -> bool:
-    """Whether a function of the app calls something with an argument ``model=``: which, cannot be known."""
+    """Whether a function of the app calls something with an argument ``model=``, or an SDK's ``completions``: which
+    model that means, cannot be known."""
+    if is_library(function.__module__):
+        return False
+    if "completions" in _names(function.__code__):
+        return True
     constants = (constant for code in _codes(function.__code__) for constant in code.co_consts)
     named = (constant for constant in constants if isinstance(constant, tuple))  # names of keyword arguments
-    return not is_library(function.__module__) and any("model" in names for names in named)
+    return any("model" in names for names in named)
 
 
 def _imports(code: types.CodeType) -> bool:

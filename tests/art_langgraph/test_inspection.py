@@ -335,6 +335,10 @@ def late_name(state):
     return shared.invoke(PROMPT, model=state["name"])
 
 
+def late_client(state):
+    return openai.OpenAI().chat.completions.create(messages=[], **state["options"])
+
+
 @pytest.mark.parametrize(
     ("node", "sure"),
     [
@@ -343,6 +347,7 @@ def late_name(state):
         (late_agent, False),
         (late_graph, False),
         (late_name, False),
+        (late_client, False),
         (shared.bind_tools([]), True),
         (shared.bind(model="another"), False),
         (shared.configurable_fields(model_name=ConfigurableField("name")), False),
