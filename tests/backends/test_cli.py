@@ -129,7 +129,7 @@ def test_ctrl_c_is_130(monkeypatch, tmp_path):
         ([], "", "the following arguments are required: COMMAND"),
         (["serv"], "", "did you mean serve?"),
         (["rollouts"], " rollouts", "the following arguments are required: ACTION"),
-        (["rollouts", "show"], " rollouts show", "the following arguments are required: id"),
+        (["rollouts", "show"], " rollouts show", "the following arguments are required: ID"),
         (["serve", "--port", "high"], " serve", "argument --port: invalid int value: 'high'"),
         (["serve", "--foldr", "x"], " serve", "unrecognized arguments: --foldr; did you mean --folder?"),
         (["versions", "list", "--jsn"], " versions list", "unrecognized arguments: --jsn; did you mean --json?"),
