@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -20,10 +19,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
-from art_backends.child import log_tail
+from art_backends.child import ready
 from art_backends.client import Client
 from art_backends.config import TrainConfig
-from art_backends.errors import ServerError, revive
+from art_backends.errors import ServerError
 
 START_DEADLINE = 1800.0  # seconds; the first start may download a base model
 STOP_DEADLINE = 30.0  # seconds
@@ -87,20 +86,7 @@ class LocalServer:
         except OSError as error:
             raise ServerError(f"the server could not be started: {error}") from None
         assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(START_DEADLINE):
-                line = await self._process.stdout.readline()
-        except TimeoutError:
-            raise ServerError(f"the server did not start in {START_DEADLINE:.0f} s; {log_tail(log_file)}") from None
-        try:
-            said = json.loads(line)
-        except ValueError:
-            said = None
-        if not isinstance(said, dict):
-            raise ServerError(f"the server ended before it was ready; {log_tail(log_file)}")
-        if not said.get("ready"):
-            raise revive(str(said.get("type")), str(said.get("message")))
-        self.url = said["url"]
+        self.url = (await ready(self._process.stdout, "server", START_DEADLINE, log_file))["url"]
         token = (self.folder / "admin.token").read_text().strip()
         self._client = Client(self.url, token)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -23,8 +22,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from art_backends.child import log_tail
-from art_backends.errors import ArtError, ServerError, revive
+from art_backends.child import log_tail, ready
+from art_backends.errors import ArtError, ServerError
 
 log = logging.getLogger(__name__)
 
@@ -144,28 +143,8 @@ class Supervisor:
             raise ServerError(f"the {self.name} could not be started: {error}") from None
         output = self._process.stdout
         assert output is not None
-        try:
-            async with asyncio.timeout(self._start_deadline):
-                line = await output.readline()
-        except TimeoutError:
-            raise ServerError(
-                f"the {self.name} did not start in {self._start_deadline:.0f} s; {self._tail()}"
-            ) from None
-        except ValueError:  # longer than a line may be
-            line = b""
-        self.ready = self._read_ready(line)
+        self.ready = await ready(output, self.name, self._start_deadline, self._log_file)
         self._reader = asyncio.get_running_loop().create_task(_drain(output))
-
-    def _read_ready(self, line: bytes) -> dict[str, Any]:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            said = None
-        if not isinstance(said, dict) or "ready" not in said:
-            raise ServerError(f"the {self.name} ended before it was ready; {self._tail()}")
-        if said["ready"] is not True:
-            raise revive(str(said.get("type")), str(said.get("message") or f"the {self.name} could not start"))
-        return said
 
     async def _watch(self) -> None:
         while True:
