@@ -36,6 +36,7 @@ from art_backends.summary import (
     evaluation_row,
     evaluations,
     fill,
+    flat_share,
     last_reward,
     parted,
     reached,
@@ -112,7 +113,7 @@ class _Loop:
         self._held_out = held_out
         self._player = player
         self._watchdog = watchdog
-        self._playing = Playing(config, scenarios, player, display)
+        self._playing = Playing(config, scenarios, player, display, lambda: flat_share(self._scored()))
         self._display = display
         self._metrics = metrics
         self._sinks = sinks
