@@ -52,16 +52,19 @@ def _of_function(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _named(function: types.FunctionType) -> Iterator[Any]:
-    """Globals that a function names, and of modules of the app among them what it may take from these."""
+    """Globals that a function names, and what it may take from the modules among them: of libraries', classes and
+    methods of objects that the module holds."""
     names = list(dict.fromkeys(_names(function.__code__)))
-    places, seen = [function.__globals__], set()
+    places, seen = [(function.__globals__, False)], set()
     while places:
-        place = places.pop()
+        place, library = places.pop()
         for value in (place[name] for name in names if name in place):
+            if library and not isinstance(value, type | types.MethodType):
+                continue
             yield value
-            if isinstance(value, types.ModuleType) and not is_library(value.__name__) and id(value) not in seen:
+            if isinstance(value, types.ModuleType) and id(value) not in seen:
                 seen.add(id(value))
-                places.append(vars(value))
+                places.append((vars(value), is_library(value.__name__)))
 
 
 def imports_late(function: types.FunctionType) -> bool:
@@ -70,15 +73,10 @@ def imports_late(function: types.FunctionType) -> bool:
 
 
 def names_model(function: types.FunctionType) -> bool:
-    """Whether a function of the app calls something with an argument ``model=``, or an SDK's ``completions``: which
-    model that means, cannot be known."""
-    if is_library(function.__module__):
-        return False
-    if "completions" in _names(function.__code__):
-        return True
+    """Whether a function of the app calls something with an argument ``model=``: which, cannot be known."""
     constants = (constant for code in _codes(function.__code__) for constant in code.co_consts)
     named = (constant for constant in constants if isinstance(constant, tuple))  # names of keyword arguments
-    return any("model" in names for names in named)
+    return not is_library(function.__module__) and any("model" in names for names in named)
 
 
 def _imports(code: types.CodeType) -> bool:

@@ -5,8 +5,10 @@ import sys
 import types
 
 import anthropic
+import ollama
 import openai
 import pytest
+from google import genai
 from langchain.agents import create_agent
 from langchain.agents.middleware import SummarizationMiddleware
 from langchain.chat_models import init_chat_model
@@ -335,8 +337,23 @@ def late_name(state):
     return shared.invoke(PROMPT, model=state["name"])
 
 
-def late_client(state):
-    return openai.OpenAI().chat.completions.create(messages=[], **state["options"])
+def by_module_of_an_sdk(state):
+    anthropic.Anthropic().messages.create()
+    genai.Client().models.generate_content()
+    return openai.OpenAI().responses.create()
+
+
+def by_function_of_an_sdk(state):
+    return ollama.chat("m")
+
+
+def test_sdk_clients_that_a_node_makes_by_their_modules_are_found():
+    assert models_of(graph_of(ask=by_module_of_an_sdk)) == {
+        ("anthropic.Anthropic", "?", "ask", "provider"),
+        ("google.Client", "?", "ask", "provider"),
+        ("openai.OpenAI", "?", "ask", "policy"),
+    }
+    assert models_of(graph_of(ask=by_function_of_an_sdk)) == {("ollama.Client", "?", "ask", "provider")}
 
 
 @pytest.mark.parametrize(
@@ -347,7 +364,6 @@ def late_client(state):
         (late_agent, False),
         (late_graph, False),
         (late_name, False),
-        (late_client, False),
         (shared.bind_tools([]), True),
         (shared.bind(model="another"), False),
         (shared.configurable_fields(model_name=ConfigurableField("name")), False),
