@@ -115,7 +115,7 @@ class Guard:
             scope["raw_path"] = path.encode()
         control = path.startswith(CONTROL) and in_path is None
         if not control and _MODEL_ROUTES.match(path) is None:
-            return error(404, "not_found", "there is no such route here")
+            return error(404, "not_found", f"there is no such route here{_INSTEAD if path in _NOT_YET else ''}")
         return await self._check_token(scope, headers, in_path["token"] if in_path else None, control=control)
 
     def _check_framing(self, headers: _Headers) -> JSONResponse | None:
@@ -176,6 +176,8 @@ class Guard:
         return None
 
 
+_NOT_YET = frozenset({"/v1/responses", "/v1/messages"})
+_INSTEAD = ": chat completions are what is served (with LangChain's ChatOpenAI: use_responses_api=False)"
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _WAY = "as Authorization: Bearer KEY (OPENAI_API_KEY, or the SDK's api_key)"
 

@@ -101,6 +101,14 @@ async def test_who_has_no_key_is_told_which_file_has_it(start: Any) -> None:
                 await sdk.models.list()
 
 
+async def test_a_dialect_that_is_not_served_is_told_with_the_one_that_is(start: Any) -> None:
+    async with start() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.agent) as sdk:
+        with pytest.raises(
+            openai.NotFoundError, match=r"chat completions are what is served .*use_responses_api=False"
+        ):
+            await sdk.responses.create(model="m", input="x")
+
+
 async def test_host_and_origin(start: Any) -> None:
     async with start() as server:
         port = server.url.rsplit(":", 1)[1]
