@@ -33,6 +33,11 @@ from art_backends.server.run import serve
 # Settings that serving goes by; the adapter's, too: the versions of a folder have one shape.
 SERVED = frozenset({"base_model", "name", "folder", "init_adapter", "models", "chat_template", "history"})
 SERVED |= {"rank", "alpha", "rslora", "target_modules", "optimizer", "device", "dtype", "threads", "max_model_len"}
+# Settings that imitation goes by: there are no rollouts and no rewards.
+IMITATED = frozenset({"base_model", "name", "folder", "init_adapter", "chat_template", "shuffle", "seed"})
+IMITATED |= {"rank", "alpha", "rslora", "target_modules", "optimizer", "learning_rate", "schedule", "warmup_steps"}
+IMITATED |= {"weight_decay", "max_grad_norm", "updates_per_batch", "max_kl", "pack_tokens", "gradient_checkpointing"}
+IMITATED |= {"device", "dtype", "threads", "max_model_len"}
 STACKS_SECONDS = 10.0  # until a server that does not answer is taken to hang
 
 
@@ -75,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     imitating.add_argument("--epochs", type=int, default=3, help="times that all examples are trained (default: 3)")
     imitating.add_argument("--batch-size", type=int, default=8, help="examples per step (default: 8)")
     imitating.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; options win over it")
-    imitating.idle = add_arguments(imitating, only=set(TrainConfig.model_fields) - {"steps"})
+    imitating.idle = add_arguments(imitating, only=IMITATED)
     imitating.set_defaults(run=_sft)
 
     cli_versions.add_parser(commands)

@@ -151,16 +151,19 @@ def test_usage_errors(arguments, command, words, capsys):
     assert second == f"see `art-backends{command} --help`"
 
 
-def test_what_serving_goes_by_is_an_option_of_serve(capsys):
-    text = " ".join(cli._parser().parse_args(["serve"]).__dict__)
+@pytest.mark.parametrize(
+    ("command", "settings"), [(["serve"], cli.SERVED), (["sft", "x.jsonl"], cli.IMITATED)], ids=["serve", "sft"]
+)
+def test_what_a_command_goes_by_is_an_option_of_it(command, settings, capsys):
+    text = " ".join(cli._parser().parse_args(command).__dict__)
     assert "rank" not in text  # what is not given does not count as given
-    for name in cli.SERVED:
-        options = cli._parser().parse_args(["serve", *option(name)])
+    for name in settings:
+        options = cli._parser().parse_args([*command, *option(name)])
         assert name in vars(options)
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main([command[0], "--help"])
     said = capsys.readouterr().out
-    assert {name for name in TrainConfig.model_fields if f"--{name.replace('_', '-')} " in said} == cli.SERVED
+    assert {name for name in TrainConfig.model_fields if re.search(rf"--{name.replace('_', '-')}\s", said)} == settings
 
 
 def test_a_file_for_training_serves_too(served, tmp_path):
