@@ -13,6 +13,7 @@ from typing import Any
 import openai
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
+from art_backends.capture import provider_of
 from art_backends.errors import ServerError
 from art_backends.trajectories import RolloutError
 
@@ -24,12 +25,17 @@ def fault_of(error: BaseException) -> str | None:
     """What the world did wrong, if that is why the agent failed: engine, proxy or server trouble. Else None."""
     for cause in _causes(error):
         if isinstance(cause, openai.APIConnectionError):  # timeouts of the client too
-            return f"engine: {brief(cause)}"
+            return f"{_whose(error)}: {brief(cause)}"
         if isinstance(cause, openai.APIStatusError) and cause.status_code not in AGENT_STATUSES:
-            return f"engine: HTTP {cause.status_code}: {brief(cause)}"
+            return f"{_whose(error)}: HTTP {cause.status_code}: {brief(cause)}"
         if isinstance(cause, ServerError):
             return f"server: {cause}"
     return None
+
+
+def _whose(error: BaseException) -> str:
+    hosts = [host for cause in _causes(error) if (host := provider_of(cause)) is not None]
+    return f"the provider {hosts[0]}, of a model that is not the policy's" if hosts else "engine"
 
 
 def describe(error: BaseException) -> RolloutError:

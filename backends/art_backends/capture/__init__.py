@@ -10,6 +10,7 @@ cannot be captured is counted (``Scope.counts``) and goes where it always went.
 """
 
 from art_backends.capture.install import install, installed, is_installed, uninstall
+from art_backends.capture.openai_route import provider_of
 from art_backends.capture.scope import (
     NodeContext,
     Scope,
@@ -32,6 +33,7 @@ __all__ = [
     "is_installed",
     "open_scope",
     "outside_requests",
+    "provider_of",
     "rollout_scope",
     "uninstall",
 ]

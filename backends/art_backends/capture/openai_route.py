@@ -43,7 +43,8 @@ _ALLOWED = frozenset(
     }
 )
 _ALLOWED_PREFIX = "x-stainless-"
-_SEEN = "art_seen"  # among a request's extensions: decided about, and not ours
+_SEEN = "art_seen"  # among a request's extensions: decided about; _ELSEWHERE if it goes where it went
+_ELSEWHERE = "elsewhere"
 _ALLOWED_QUERY = frozenset({"after", "limit", "order", "stream", "starting_after", "include", "include[]"})
 
 _AZURE = re.compile(r"(?:^|.*?/)openai/deployments/([^/]+)/(chat/completions|completions)$")
@@ -155,12 +156,28 @@ async def _route_async(request: Any) -> tuple[Any, Any] | None:
     return None if routed is None else (client, routed)
 
 
+def provider_of(error: BaseException) -> str | None:
+    """The host of the provider that an error of the SDK comes from; None if its request was the policy's."""
+    try:
+        request = getattr(error, "request", None)
+        return str(request.url.host) if request is not None and request.extensions.get(_SEEN) == _ELSEWHERE else None
+    except (RuntimeError, AttributeError):  # no request was made
+        return None
+
+
 def _first_sight(request: Any) -> bool:
     """Whether to decide about this request here: the outer class's method calls the inner one's, both are patched."""
     if current_scope() is None or _SEEN in request.extensions:
         return False
     request.extensions[_SEEN] = True
     return True
+
+
+def _marked(request: Any) -> Any:
+    """The request, known as one that goes to its provider."""
+    if current_scope() is not None:
+        request.extensions[_SEEN] = _ELSEWHERE
+    return request
 
 
 def _send_sync(original: Callable[..., Any], inner: bool) -> Callable[..., Any]:
@@ -171,7 +188,7 @@ def _send_sync(original: Callable[..., Any], inner: bool) -> Callable[..., Any]:
         if _first_sight(request) and (route := _route_sync(request)) is not None:
             client, routed = route
             return client.send(routed, stream=stream)
-        return original(self, request, stream=stream, **kwargs)
+        return original(self, _marked(request), stream=stream, **kwargs)
 
     return _send_request
 
@@ -184,7 +201,7 @@ def _send_async(original: Callable[..., Awaitable[Any]], inner: bool) -> Callabl
         if _first_sight(request) and (route := await _route_async(request)) is not None:
             client, routed = route
             return await client.send(routed, stream=stream)
-        return await original(self, request, stream=stream, **kwargs)
+        return await original(self, _marked(request), stream=stream, **kwargs)
 
     return _send_request
 
@@ -203,7 +220,7 @@ class _SyncStandIn(_StandIn):
     def send(self, request: Any, *, stream: bool = False, **kwargs: Any) -> Any:
         route = _route_sync(request)
         if route is None:
-            return self._client.send(request, stream=stream, **kwargs)
+            return self._client.send(_marked(request), stream=stream, **kwargs)
         return route[0].send(route[1], stream=stream)
 
 
@@ -211,7 +228,7 @@ class _AsyncStandIn(_StandIn):
     async def send(self, request: Any, *, stream: bool = False, **kwargs: Any) -> Any:
         route = await _route_async(request)
         if route is None:
-            return await self._client.send(request, stream=stream, **kwargs)
+            return await self._client.send(_marked(request), stream=stream, **kwargs)
         return await route[0].send(route[1], stream=stream)
 
 

@@ -16,20 +16,35 @@ from art_backends.training import versions
 from art_backends.training.versions import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
-def place(config: TrainConfig, folder: Path, digest: str) -> None:
-    """Make ``folder/NAME@0`` of ``config.init_adapter``, unless it is there. ``digest`` is the base model's."""
+def check(config: TrainConfig, folder: Path, digest: str | None = None) -> Path | None:
+    """The adapter to begin from, if it still has to be copied to ``folder``; ConfigError if it cannot be used.
+
+    ``digest`` is the base model's, where it is known already.
+    """
     if config.init_adapter is None or versions.read_version(folder, config.name, 0) is not None:
-        return
+        return None
     source = config.init_adapter.expanduser().absolute()
+    if not source.is_dir():
+        beside = sorted(path.parent.name for path in source.parent.glob(f"*/{ADAPTER_CONFIG}"))
+        there = f"; beside it are: {', '.join(beside)}" if beside else ""
+        raise ConfigError(f"init_adapter: there is no folder {source}{there}")
     settings = _object(source / ADAPTER_CONFIG)
     if not (source / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(
             f"init_adapter: {source} has no {ADAPTER_WEIGHTS}: give the folder of a LoRA in PEFT's format"
         )
-    _check(config, settings, source)
+    _check_settings(config, settings, source)
     made_from = _object(source / versions.STATE).get("base_digest") if (source / versions.STATE).exists() else None
-    if made_from is not None and made_from != digest:
+    if digest is not None and made_from is not None and made_from != digest:
         raise ConfigError(f"init_adapter: {source} was trained on another base model (digest {str(made_from)[:12]}…)")
+    return source
+
+
+def place(config: TrainConfig, folder: Path, digest: str) -> None:
+    """Make ``folder/NAME@0`` of ``config.init_adapter``, unless it is there. ``digest`` is the base model's."""
+    source = check(config, folder, digest)
+    if source is None:
+        return
     state = {
         "format": versions.FORMAT,
         "policy": config.name,
@@ -48,7 +63,7 @@ def place(config: TrainConfig, folder: Path, digest: str) -> None:
         raise ConfigError(f"init_adapter: {source} could not be copied to {folder}: {error.strerror}") from None
 
 
-def _check(config: TrainConfig, settings: dict[str, Any], source: Path) -> None:
+def _check_settings(config: TrainConfig, settings: dict[str, Any], source: Path) -> None:
     targets = settings.get("target_modules")
     theirs = {
         "rank": settings.get("r"),
@@ -57,9 +72,20 @@ def _check(config: TrainConfig, settings: dict[str, Any], source: Path) -> None:
         "target_modules": sorted(targets) if isinstance(targets, list) else targets,
     }
     ours = {**config.model_dump(include={"rank", "alpha", "rslora"}), "target_modules": sorted(config.target_modules)}
-    for name, value in theirs.items():
-        if value != ours[name]:
-            raise ConfigError(f"{name}: the adapter {source} has {value!r}, this run {ours[name]!r}; use the adapter's")
+    other = {name: value for name, value in theirs.items() if value != ours[name]}
+    if other:
+        said = "; ".join(
+            f"{name}: the adapter {source} has {value!r}, this run {ours[name]!r}" for name, value in other.items()
+        )
+        raise ConfigError(f"{said}; use the adapter's: {' '.join(_option(*item) for item in other.items())}")
+
+
+def _option(name: str, value: Any) -> str:
+    """A setting as it is given on a command line."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {' '.join(value) if isinstance(value, list) else value}"
 
 
 def _object(path: Path) -> dict[str, Any]:

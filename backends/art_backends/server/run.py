@@ -166,6 +166,7 @@ async def _parts(
     policy_file = PolicyFile.read(folder.path)
     if policy_file is not None:
         policy_file.check(config)  # before the worker, which takes seconds to start
+    origin.check(config, folder.versions)
     async with contextlib.AsyncExitStack() as stack:
         store = await AsyncStore.open(folder.store)
         stack.push_async_callback(store.aclose)
@@ -173,6 +174,7 @@ async def _parts(
         stack.push_async_callback(worker.stop)
         await worker.start()
         model_digest = str(worker.ready.get("digest"))
+        origin.check(config, folder.versions, model_digest)  # before the folder is bound to these settings
         if policy_file is None:
             policy_file = PolicyFile.create(folder.path, config, model_digest)
         policy_file.check(config, model_digest)

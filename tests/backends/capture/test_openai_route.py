@@ -6,6 +6,7 @@ import os
 import openai
 import pytest
 from art_backends.capture import openai_route, rollout_scope
+from art_backends.failures import fault_of
 from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
 from openai._base_client import AsyncAPIClient, SyncAPIClient
 
@@ -135,6 +136,26 @@ def test_only_the_named_models_are_routed(captured, proxy, provider, client):
     assert [(seen.body["model"], seen.token) for seen in provider.seen] == [("judge", KEY)]
     assert scope.counts == {"routed": 1, "other_model": 1}
     assert scope.details == {"other_model": {"judge": 1}}
+
+
+@pytest.mark.parametrize("trouble", [500, "away"])
+def test_an_error_tells_whether_it_is_the_providers_or_the_engines(captured, proxy, provider, trouble):
+    faults = {}
+    for model in ("gpt-4o-mini", "judge"):
+        if trouble == 500:
+            proxy.fail_next, provider.fail_next = [500], [500]
+        url, base_url = (proxy.url, provider.url) if trouble == 500 else ("http://127.0.0.1:9", "http://127.0.0.1:9")
+        with (
+            OpenAI(base_url=base_url + "/v1", api_key=KEY, max_retries=0) as client,
+            rollout_scope(url, "t", "r", models=["gpt-4o-mini"]),
+            pytest.raises(openai.APIError) as caught,
+        ):
+            client.chat.completions.create(model=model, messages=MESSAGES)
+        wrapped = RuntimeError("the app's own")
+        wrapped.__cause__ = caught.value
+        faults[model] = fault_of(wrapped)
+    assert faults["gpt-4o-mini"].startswith("engine: ")
+    assert faults["judge"].startswith("the provider 127.0.0.1, of a model that is not the policy's: ")
 
 
 def test_other_paths_go_where_they_went(captured, proxy, provider, client):
