@@ -5,6 +5,7 @@ It refuses to leave anything behind: what it switched is switched back, whatever
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,24 @@ from art_backends import capture
 
 from art_langgraph import hook, providers
 from art_langgraph.caches import llm_cache_off
+
+KEY = "OPENAI_API_KEY"
+
+
+@contextmanager
+def placeholder_key() -> Iterator[None]:
+    """For the length of a block a key stands in the environment where there is none.
+
+    A client refuses to be made without one. Inside a rollout it is not used; a provider would refuse it.
+    """
+    if KEY in os.environ:
+        yield
+        return
+    os.environ[KEY] = "no-key-was-set"
+    try:
+        yield
+    finally:
+        os.environ.pop(KEY, None)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ closed without a reward: it never trains. It refuses to judge the agent; it show
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from art_backends.trajectories import Call, Purpose, Rollout
 from art_backends.waiting import OverdueError, bounded
 
 from art_langgraph.capturing import capturing
-from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
+from art_langgraph.graphs import INTERRUPT, MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.inspection import inspect_graph, warnings_of
 from art_langgraph.names import check_names
 
@@ -39,6 +39,7 @@ class Checked:
     details: dict[str, dict[str, int]]
     outside: int  # requests of the SDK made meanwhile by code that belongs to no rollout
     nodes: list[str]  # of the configuration: those that would train
+    waits: bool = False  # it ended at an interrupt that nobody answers
 
 
 async def check(
@@ -72,10 +73,10 @@ async def _run(
     opened = await client.open_rollout(
         policy=config.name, purpose=Purpose.TRAIN, scenario_id=scenario.id, scenario=scenario.data, group="check"
     )
-    ended = None
+    ended, state = None, None
     with rollout_scope(opened.base_url, opened.token, opened.id, config.models) as scope:
         try:
-            await bounded(agent(dict(scenario.data)), config.rollout_timeout)
+            state = await bounded(agent(dict(scenario.data)), config.rollout_timeout)
         except OverdueError:
             ended = f"the agent did not end within {config.rollout_timeout:g} s (rollout_timeout)"
         except asyncio.CancelledError:
@@ -85,7 +86,9 @@ async def _run(
             ended = brief(error)
     await client.close_rollout(opened.id, fault="check")
     rollout = await client.rollout(opened.id)
-    return Checked(rollout, ended, scope.counts, scope.details, outside_requests() - before, config.nodes)
+    waits = isinstance(state, Mapping) and bool(state.get(INTERRUPT))
+    outside = outside_requests() - before
+    return Checked(rollout, ended, scope.counts, scope.details, outside, config.nodes, waits)
 
 
 def lines(checked: Checked) -> Iterator[str]:
@@ -94,6 +97,8 @@ def lines(checked: Checked) -> Iterator[str]:
     yield f"scenario {checked.rollout.scenario_id}: {_many(len(calls), 'call')}"
     if checked.ended is not None:
         yield f"the agent failed: {checked.ended}"
+    if checked.waits:
+        yield "the run ended at an interrupt without an answer: give the scenario a `resume` list, or --on-interrupt"
     numbers = {call.id: call.sequence for call in calls}
     depths: dict[str, int] = {}
     for call in calls:
@@ -121,10 +126,15 @@ def _call(call: Call, indent: str, numbers: Mapping[str, int], nodes: list[str])
         yield f"{indent}   → {call.status}: {call.error}"
 
 
+def trained_tokens(calls: Iterable[Call], nodes: list[str]) -> int:
+    """How many of the sampled tokens would train."""
+    answers = ((call, choice) for call in calls for choice in call.choices)
+    return sum(len(choice.token_ids) for call, choice in answers if exclusion(call, choice, nodes=nodes) is None)
+
+
 def _sums(calls: list[Call], nodes: list[str]) -> Iterator[str]:
-    answers = [(call, choice) for call in calls for choice in call.choices]
-    sampled = sum(len(choice.token_ids) for _, choice in answers)
-    trained = sum(len(choice.token_ids) for call, choice in answers if exclusion(call, choice, nodes=nodes) is None)
+    sampled = sum(len(choice.token_ids) for call in calls for choice in call.choices)
+    trained = trained_tokens(calls, nodes)
     branches = sum(call.continues is None for call in calls)
     drifted = sum(call.drifted for call in calls)
     yield (

@@ -32,13 +32,14 @@ from art_backends import stacks
 from art_backends.arguments import CommandParser
 from art_backends.config import add_arguments, from_arguments
 from art_backends.display import PlainDisplay, make_display
-from art_backends.errors import ArtError, ConfigError, did_you_mean
+from art_backends.errors import ArtError, ConfigError, NothingToLearnError, did_you_mean
 from art_backends.report import summary
 from art_backends.scenarios import Scenario, load
 from art_backends.waiting import run_to_end
 from rich.console import Console
 
-from art_langgraph.check import check, lines
+from art_langgraph.capturing import placeholder_key
+from art_langgraph.check import check, lines, trained_tokens
 from art_langgraph.graphs import load_graph
 from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
 from art_langgraph.loading import own_traceback
@@ -61,11 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stacks.on_request()
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    # a client refuses to be made without a key; inside a rollout none is used, outside of one this one is refused
-    os.environ.setdefault("OPENAI_API_KEY", "no-key-was-set")
     code = 0
     try:
-        options.run(options)
+        with placeholder_key():
+            options.run(options)
     except ArtError as error:
         sys.stderr.write(f"art-langgraph: {error}\n")
         code = 2
@@ -108,7 +108,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_graph(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("graph", metavar="MODULE:ATTR", help="the graph, or a function that makes it")
+    parser.add_argument(
+        "graph",
+        metavar="MODULE:ATTR",
+        help="the graph, or a function that makes it; also path.py:ATTR and langgraph.json:NAME",
+    )
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +175,10 @@ def _check(options: argparse.Namespace) -> None:
         config = given.model_copy(update={"folder": Path(folder)})
         checked = run_to_end(check(options.graph, scenario, config, display=display, **functions), threads=8)
     sys.stdout.write("\n".join(lines(checked)) + "\n")
+    if checked.ended is not None:
+        raise NothingToLearnError("the agent failed on this scenario (see above)")
+    if not trained_tokens(checked.rollout.calls, checked.nodes):
+        raise NothingToLearnError("no token of this run would train (see above)")
 
 
 def _scenario(file: Path, wanted: str | None) -> Scenario:

@@ -20,6 +20,7 @@ from typing import Any
 
 from art_backends.capture.scope import current_scope
 from art_backends.errors import ScenarioError
+from art_backends.failures import brief
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
@@ -42,7 +43,7 @@ __all__ = [
 MakeInput = Callable[[Any], Any | Awaitable[Any]]
 OnInterrupt = Callable[[Any, list[Any]], Any | Awaitable[Any]]
 
-_INTERRUPT = "__interrupt__"
+INTERRUPT = "__interrupt__"  # key of a state at which the graph waits for an answer
 _MOST_INTERRUPTS = 1000  # of one run
 _DEEPEST = 64  # levels of nesting that an output keeps
 
@@ -72,7 +73,7 @@ async def run_graph(
     state = await _invoke(loaded.graph, value, settings)
     answers = _answers(scenario)
     for _ in range(_MOST_INTERRUPTS):
-        asked = state.get(_INTERRUPT) if isinstance(state, Mapping) else None
+        asked = state.get(INTERRUPT) if isinstance(state, Mapping) else None
         if not asked or (on_interrupt is None and not answers):
             break
         values = [getattr(item, "value", item) for item in asked]
@@ -92,9 +93,9 @@ async def _users(function: Callable[..., Any], what: str, scenario: Any, *more: 
         return await value if inspect.isawaitable(value) else value
     except Exception as error:  # boundary: the user's function
         name = getattr(function, "__qualname__", repr(function))
-        raise ScenarioError(
-            f"{name} could not make the graph's {what} of {str(scenario)[:200]}: {type(error).__name__}: {error}"
-        ) from error
+        which = scenario.get("id") if isinstance(scenario, Mapping) else None
+        shown = str(scenario)[:200] if which is None else f"scenario {which}"
+        raise ScenarioError(f"{name} could not make the graph's {what} of {shown}: {brief(error)}") from error
 
 
 def _answers(scenario: Any) -> list[Any]:

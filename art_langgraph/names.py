@@ -25,7 +25,12 @@ def check_names(found: Inspection, models: Iterable[str], nodes: Iterable[str]) 
     reached = [model for model in found.models if model.route != "provider"]
     if nodes and reached and not any(model.trained for model in reached):
         places = ", ".join(dict.fromkeys(model.node for model in reached))
-        told.append(f"nodes: no model was found in {', '.join(nodes)}, only in {places}: perhaps nothing would train")
+        others = [model.name for model in found.models if model.trained and model.by_name]
+        why = f", and models does not name {', '.join(dict.fromkeys(others))}" if others else ""
+        told.append(
+            f"nodes: no model of the policy was found in {', '.join(nodes)}, only in {places}{why}: perhaps nothing "
+            "would train"
+        )
     return told
 
 

@@ -26,7 +26,7 @@ from art_backends.scenarios import Scenario, load, split
 from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
-from art_langgraph.capturing import capturing
+from art_langgraph.capturing import capturing, placeholder_key
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.inspection import inspect_graph, warnings_of
 from art_langgraph.names import check_names
@@ -59,36 +59,38 @@ async def atrain(
 
     Raises ArtError with clear words; CancelledError when cancelled, after closing what was open.
     """
-    made = settled(config, settings)
-    loaded = load_graph(graph)
-    training, testing = prepared(scenarios, held_out, made.seed)
-    if not callable(reward):
-        raise ConfigError(f"reward must be a function of a run, not {type(reward).__name__}")
-    shown = make_display() if display is None else display
+    with placeholder_key():
+        made = settled(config, settings)
+        loaded = load_graph(graph)
+        training, testing = prepared(scenarios, held_out, made.seed)
+        if not callable(reward):
+            raise ConfigError(f"reward must be a function of a run, not {type(reward).__name__}")
+        shown = make_display() if display is None else display
 
-    async def run_agent(scenario: dict[str, Any]) -> Any:
-        return await run_graph(loaded, scenario, to_input=to_input, on_interrupt=on_interrupt)
+        async def run_agent(scenario: dict[str, Any]) -> Any:
+            return await run_graph(loaded, scenario, to_input=to_input, on_interrupt=on_interrupt)
 
-    async with loaded:
-        found = inspect_graph(loaded.graph, made.models, made.nodes)
-        for warning in (*warnings_of(found), *check_names(found, made.models, made.nodes)):
-            shown.warn(warning)
-        shown.note(f"starting the server on {made.folder}")
-        async with LocalServer(made) as backend:
-            with capturing() as told:
-                if told:
-                    shown.warn(told)
-                return await run(
-                    client=backend.client,
-                    config=made,
-                    scenarios=training,
-                    held_out=testing,
-                    run_agent=run_agent,
-                    reward=reward,
-                    display=shown,
-                    success=success,
-                    sinks=list(sinks),
-                )
+        async with loaded:
+            found = inspect_graph(loaded.graph, made.models, made.nodes)
+            for warning in (*warnings_of(found), *check_names(found, made.models, made.nodes)):
+                shown.warn(warning)
+            begins = "" if made.init_adapter is None else f", to begin from {made.init_adapter}"
+            shown.note(f"starting the server on {made.folder}: it loads {made.base_model}{begins}")
+            async with LocalServer(made) as backend:
+                with capturing() as told:
+                    if told:
+                        shown.warn(told)
+                    return await run(
+                        client=backend.client,
+                        config=made,
+                        scenarios=training,
+                        held_out=testing,
+                        run_agent=run_agent,
+                        reward=reward,
+                        display=shown,
+                        success=success,
+                        sinks=list(sinks),
+                    )
 
 
 def train(

@@ -27,8 +27,10 @@ from art_backends.cli_folder import add_folder, connected, running
 from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
 from art_backends.display import make_display, plain_console
 from art_backends.errors import ArtError, ConfigError, ServerError
-from art_backends.server.folder import POLICY
+from art_backends.server.folder import POLICY, VERSIONS, read_pin
 from art_backends.server.run import serve
+from art_backends.training import versions
+from art_backends.trajectories import version_name
 
 # Settings that serving goes by; the adapter's, too: the versions of a folder have one shape.
 SERVED = frozenset({"base_model", "name", "folder", "init_adapter", "models", "chat_template", "history"})
@@ -109,7 +111,7 @@ async def _serve(options: argparse.Namespace) -> int:
             return
         folder = config.folder
         console = plain_console()
-        console.print(f"serving {config.name} of {folder} at {url}/v1", style="bold", soft_wrap=True)
+        console.print(f"serving {_answering(config)} of {folder} at {url}/v1", style="bold", soft_wrap=True)
         command = f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {folder}/agent.token) python your_app.py"
         console.print(command, soft_wrap=True)
 
@@ -122,6 +124,16 @@ async def _serve(options: argparse.Namespace) -> int:
         on_ready=ready,
     )
     return 0
+
+
+def _answering(config: TrainConfig) -> str:
+    """The version that apps are answered by."""
+    made = versions.list_versions(config.folder.expanduser() / VERSIONS, config.name)
+    newest = max([0, *(info.version for info in made)])
+    pinned = read_pin(config.folder.expanduser())
+    if pinned is None or pinned == newest:
+        return version_name(config.name, newest)
+    return f"{version_name(config.name, pinned)} (pinned; the newest is @{newest})"
 
 
 async def _sft(options: argparse.Namespace) -> int:

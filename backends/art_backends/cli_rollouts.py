@@ -16,7 +16,7 @@ from art_backends.cli_folder import add_folder, connected
 from art_backends.client import Client
 from art_backends.display import plain_console
 from art_backends.errors import ConfigError
-from art_backends.trajectories import Rollout
+from art_backends.trajectories import Purpose, Rollout
 
 LONGEST = 32  # characters of a scenario's id or of a fault in the list
 CANDIDATES = 5  # that are named where the beginning of an id fits several
@@ -72,7 +72,8 @@ async def _show(options: argparse.Namespace) -> int:
         return 0
     reward = "none" if rollout.reward is None else f"{rollout.reward:.3f}"
     console.print(f"rollout {rollout.id} · {rollout.purpose} · scenario {rollout.scenario_id} · {rollout.version}")
-    console.print(f"reward {reward} {rollout.metrics or ''}")
+    judge = "" if rollout.scored_by is None else f" by {rollout.scored_by}"
+    console.print(f"reward {reward}{judge} {rollout.metrics or ''}")
     for trouble in (rollout.fault, rollout.error and f"{rollout.error.type}: {rollout.error.message}"):
         if trouble:
             console.print(f"  {trouble}")
@@ -88,7 +89,8 @@ async def _show(options: argparse.Namespace) -> int:
         for choice in call.choices:
             console.print(f"  → {_text_of(choice.message)}", style="bold")
             item = trained.get((call.id, choice.index))
-            said = "not trained yet" if item is None else _trained(item)
+            later = "not trained yet" if rollout.purpose == Purpose.TRAIN else "of an evaluation: it does not train"
+            said = later if item is None else _trained(item)
             console.print(f"    {len(choice.token_ids)} tokens sampled, {choice.finish_reason}; {said}")
     return 0
 

@@ -76,7 +76,7 @@ def _catalog(folder: Path) -> Iterator[catalog.Catalog]:
         held = RunFolder.acquire(folder, "versions")
     except FolderInUseError as error:
         raise FolderInUseError(
-            f"{error}; art-backends status --folder {folder} shows the versions that a running server has"
+            f"{error}; art-backends status --folder {folder} shows which versions a running server has loaded"
         ) from None
     try:
         yield catalog.read(held.path)
@@ -106,8 +106,12 @@ async def _list(options: argparse.Namespace) -> int:
             plain_console().print_json(data=rows)
             return 0
         table = Table("version", "step", "reward", "held-out reward", "success", "MB", "", title=found.policy)
+        if found.base is not None:
+            figures = catalog.figure(found.base.reward), catalog.figure(found.base.success)
+            table.add_row("base", "", "", *figures, "", "better than every version" if found.beaten else "")
         for entry in found.entries:
-            marked = ("newest", entry is newest), ("best", entry is best), ("pinned", entry.version == pinned)
+            sampled = "best" if entry.held_out_reward is not None else "best, by sampled rewards"
+            marked = ("newest", entry is newest), (sampled, entry is best), ("pinned", entry.version == pinned)
             marks = [name for name, holds in marked if holds]
             marks += [] if entry.problem is None else ["damaged"]
             table.add_row(
@@ -165,7 +169,9 @@ async def _prune(options: argparse.Namespace) -> int:
     with _catalog(options.folder) as found:
         removed = catalog.prune(found, options.keep)
         freed = sum(entry.bytes for entry in removed) / 1e6
-        plain_console().print(f"removed {len(removed)} of {len(found.entries)} versions, {freed:.1f} MB")
+        names = f" ({', '.join(f'@{entry.version}' for entry in removed)})" if removed else ""
+        said = f"removed {len(removed)} of {len(found.entries)} versions{names}, {freed:.1f} MB"
+        plain_console().print(said, soft_wrap=True)
     return 0
 
 

@@ -90,7 +90,9 @@ class TrainConfig(BaseModel):
     # sampling in training rollouts
     temperature: float = Field(1.0, gt=0, le=10, description="temperature of training rollouts")
     top_p: float = Field(1.0, gt=0, le=1, description="top_p of training rollouts")
-    max_tokens: int | None = Field(None, ge=1, description="cap on tokens per answer (default: the app's own)")
+    max_tokens: int | None = Field(
+        None, ge=1, description="cap on tokens per answer of training rollouts (default: the app's)"
+    )
     history: Literal["exact", "template"] = Field(
         "exact", description="exact: the model's own tokens are kept; template: prompts as the template renders them"
     )
@@ -202,6 +204,9 @@ def load_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     table = data.get("art", data)
+    tool = data.get("tool")
+    if table is data and isinstance(tool, dict) and "art" in tool:
+        raise ConfigError(f"{path}: settings stand at the top level or in a table [art], not in [tool.art]")
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [art] must be a table")
     return dict(table)

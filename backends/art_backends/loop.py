@@ -22,7 +22,7 @@ from art_backends import checks
 from art_backends.client import StepOutcome, StepProgress, policy_of
 from art_backends.config import TrainConfig
 from art_backends.display import Display, StepLine
-from art_backends.errors import ArtError, TrainingError
+from art_backends.errors import ArtError, NothingToLearnError, TrainingError
 from art_backends.playing import Playing
 from art_backends.report import Evaluation, Report, can_draw, draw_curves
 from art_backends.rewards.identity import change
@@ -119,6 +119,7 @@ class _Loop:
         self._sinks = sinks
         self._version = 0
         self._digest: str | None = None
+        self._pinned: int | None = None  # the version that apps get, if not the newest
         self._steps: dict[int, Row] = {}  # by step
         self._parts: list[Row] = list(metrics.rows)  # all rows, those of interrupted steps too
         self._evaluations: dict[int, Evaluation] = {}
@@ -165,6 +166,11 @@ class _Loop:
             await self._playing.close()
             if skipped and not self._version:
                 raise checks.nothing(row, skipped, self._failing)
+            if self._pinned is not None:
+                self._display.warn(
+                    f"apps are answered by {self._config.name}@{self._pinned}, which is pinned: art-backends versions "
+                    f"unpin --folder {self._config.folder}"
+                )
             last = max([committed, *self._steps])
             after = await self._evaluate(last, self._version) if self._version else before
             return self._report(before, after)
@@ -190,6 +196,7 @@ class _Loop:
         policy = policy_of(status, self._config.name)
         self._version = int(policy["version"])
         self._digest = policy.get("digest")
+        self._pinned = policy.get("pinned")
         return policy
 
     async def _recover(self, committed: int) -> None:
@@ -222,15 +229,20 @@ class _Loop:
         before, now = last_reward(self._parts), self._player.scored_by
         if before not in (None, now):
             self._display.warn(
-                f"this folder's figures come from another reward ({change(before, now)}): the "
-                "held-out scenarios are measured anew, on the base model too, and what earlier steps got is not "
-                "compared with it. A folder of its own (--folder) begins anew"
+                f"this folder's last figures are of another reward: {change(before, now)}. The held-out scenarios are "
+                "measured by this one, on the base model too, and what earlier steps got is not compared with it. A "
+                "folder of its own (--folder) begins anew"
             )
         if not done:
             return
         steps, version = self._config.steps, f"{self._config.name}@{self._version}"
         if self._reached():
             self._display.note(f"nothing is left to train: step {done} had reached target_success ({version})")
+        elif done >= steps and not self._version:
+            raise NothingToLearnError(
+                f"all {steps} steps are made, and there was nothing to learn in any of them. {checks.HELPS}. Then more "
+                "--steps go on, and another --folder begins anew"
+            )
         elif done >= steps:
             self._display.note(f"nothing is left to train: all {steps} steps are made ({version}); more --steps go on")
         else:

@@ -198,7 +198,9 @@ def test_inspect_shows_what_would_train(app, capsys):
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert (found["trained"], found["models"][0]["trained"]) == (["other"], False)
-    assert said.err.startswith("art-langgraph: warning: nodes: no model was found in other, only in agent")
+    assert said.err.startswith(
+        "art-langgraph: warning: nodes: no model of the policy was found in other, only in agent"
+    )
 
 
 @pytest.mark.parametrize("command", ["inspect", "check", "train"])

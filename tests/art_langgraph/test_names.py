@@ -66,7 +66,7 @@ def test_where_nothing_was_found_nothing_is_said():
 
 def test_nodes_without_a_model():
     (warning,) = check_names(found(model(trained=False), model(route="provider")), [], ["team"])
-    assert warning == "nodes: no model was found in team, only in agent: perhaps nothing would train"
+    assert warning == "nodes: no model of the policy was found in team, only in agent: perhaps nothing would train"
     assert check_names(found(model(trained=False), model(node="team")), [], ["team"]) == []
 
 
@@ -74,3 +74,9 @@ def test_a_long_list_is_cut():
     many = found(model(), nodes=[f"node {number:02}" for number in range(30)], agents=[])
     with pytest.raises(ConfigError, match=r"there are: node 00, .*, node 19 and 10 more$"):
         check_names(many, [], ["x"])
+
+
+def test_nodes_whose_models_are_not_the_policys():
+    there = model("gpt", trained=False), FoundModel("ChatOpenAI", "mini", "team", "provider", "", by_name=True)
+    (warning,) = check_names(found(*there), ["gpt"], ["team"])
+    assert "found in team, only in agent, and models does not name mini: perhaps" in warning

@@ -107,7 +107,7 @@ def test_versions_while_a_server_is_starting(command, new, run, held, capsys):
         (run / "policy.json").unlink()
     message = said(capsys, *command, "--folder", "run")
     assert f"{run} is in use by process {os.getpid()}, a server that is starting: wait for it" in message
-    assert "art-backends status --folder run shows the versions" in message
+    assert "art-backends status --folder run shows which versions" in message
 
 
 def test_another_command_that_works_on_the_folder(run, capsys):

@@ -278,3 +278,9 @@ def test_every_kind_of_setting_has_an_option_of_its_kind():
         kinds = [k for k in typing.get_args(field.annotation) or (field.annotation,) if k is not types.NoneType]
         origin = typing.get_origin(field.annotation)
         assert origin in (typing.Literal, list) or set(kinds) <= known, name
+
+
+def test_another_tools_table_is_told(tmp_path):
+    (tmp_path / "a.toml").write_text("[tool.art]\nrank = 3\n")
+    with pytest.raises(ConfigError, match=r"in a table \[art\], not in \[tool\.art\]"):
+        load_toml(tmp_path / "a.toml")

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import threading
 from types import SimpleNamespace
 
@@ -618,8 +619,8 @@ async def test_another_reward_is_measured_anew_and_never_compared_with_the_one_b
     was = await go(server, tmp_path, reward=first)
     notes = Notes()
     report = await go(server, tmp_path, reward=second, steps=3, display=notes)
-    assert "come from another reward (" in notes.text
-    assert "second instead of " in notes.text
+    assert "last figures are of another reward: it was " in notes.text
+    assert re.search(r"it was \S+first and is \S+second now", notes.text)
     assert was.base_reward < 1 <= report.base_reward
     assert server.opened[Purpose.EVAL, 0] == 6  # the base once more
     assert [passed.step for passed in report.evaluations] == [0, 3]  # that of step 2 is the first reward's
@@ -688,3 +689,23 @@ async def test_a_run_whose_few_steps_all_had_no_spread_ends_as_one_that_learned_
     with pytest.raises(NothingToLearnError, match=r"in 2 steps in a row no group .* What helps"):
         await go(MemoryServer(), tmp_path, reward=lambda run: 0.5, display=notes)
     assert sum("What helps" in line for line in notes.lines) == 1  # with the first, not with each
+
+
+async def test_a_run_that_used_its_steps_up_without_learning_says_so_again(tmp_path):
+    server = MemoryServer()
+    with pytest.raises(NothingToLearnError, match="What helps"):
+        await go(server, tmp_path, reward=lambda run: 0.5)
+    with pytest.raises(NothingToLearnError, match=r"all 2 steps are made, .* more --steps go on"):
+        await go(server, tmp_path, reward=lambda run: 0.5)
+
+
+async def test_a_pinned_version_is_told_in_the_end(tmp_path):
+    class Pinned(MemoryServer):
+        async def status(self):
+            status = await super().status()
+            status["policies"][0]["pinned"] = 1
+            return status
+
+    notes = Notes()
+    await go(Pinned(), tmp_path, display=notes)
+    assert "apps are answered by policy@1, which is pinned: art-backends versions unpin" in notes.text

@@ -38,3 +38,43 @@ def test_check_shows_what_would_train(project: Any) -> None:
     unknown = project.call("art-langgraph", *arguments, "--scenario", "nobody")
     assert unknown.code == 2
     assert "has no scenario of that id. There are 5: t0, t1, t2, t3, t4\n" in unknown.err
+
+
+APP = """
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import interrupt
+from langchain_openai import ChatOpenAI
+
+
+def ask(state):
+    said = interrupt("May I?")
+    if said == "no":
+        raise PermissionError("not allowed")
+    return {"messages": [ChatOpenAI(model="gpt", max_completion_tokens=4).invoke(state["messages"])]}
+
+
+builder = StateGraph(MessagesState).add_node("ask", ask)
+graph = builder.add_edge(START, "ask").compile(checkpointer=InMemorySaver())
+"""
+
+
+@pytest.mark.parametrize(
+    ("resume", "code", "said", "ended"),
+    [
+        (None, 2, "ended at an interrupt without an answer: give the scenario a `resume` list", "no token of this run"),
+        (["no"], 2, "the agent failed: PermissionError: not allowed", "the agent failed on this scenario"),
+        (["yes"], 0, "4 of 4 sampled tokens would train", ""),
+    ],
+)
+def test_a_run_that_would_teach_nothing_is_no_success(
+    project: Any, resume: list[str] | None, code: int, said: str, ended: str
+) -> None:
+    (project.path / "my_app.py").write_text(APP)
+    scenario = {"messages": [{"role": "user", "content": "x"}], **({} if resume is None else {"resume": resume})}
+    (project.path / "tasks.jsonl").write_text(json.dumps(scenario) + "\n")
+    arguments = ["check", "my_app:graph", "--scenarios", "tasks.jsonl", "--base-model", str(project.model)]
+    done = project.call("art-langgraph", *arguments, "--threads", "1")
+    assert done.code == code, done.err
+    assert said in done.out
+    assert ended in done.err

@@ -160,6 +160,7 @@ def test_an_adapter_of_other_settings_is_refused(project: Any, tmp_path: Path, s
     assert refused.code == 2
     assert words in refused.err
     assert "Traceback" not in refused.err
+    assert not (project.run / "policy.json").exists()  # the right settings are still free to be given
 
 
 @pytest.mark.parametrize(

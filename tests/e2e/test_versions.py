@@ -110,7 +110,7 @@ def test_a_finished_run_is_measured_anew_by_another_reward(mine: Any) -> None:
         file.write("\n\ndef doubled(run):\n    return {'reward': 10 + 2 * score(run)['reward'], 'success': True}\n")
     done = mine.call("art-langgraph", *mine.training("--held-out", "0.2", reward="my_rewards:doubled"))
     assert done.code == 0, done.err
-    assert "from another reward (my_rewards:doubled instead of my_rewards:score)" in done.out
+    assert "of another reward: it was my_rewards:score and is my_rewards:doubled now" in done.out
     assert "nothing is left to train: all 3 steps are made (policy@3)" in done.out
     report = mine.report()
     assert report["base_reward"] == pytest.approx(10 + 2 * was["base_reward"])  # greedy: the same answers

@@ -55,7 +55,7 @@ def identity(reward: Callable[..., Any], success: Callable[..., Any] | None = No
 def change(before: str, now: str) -> str:
     """How one identity differs from another, in words."""
     was, is_now = (re.sub(r"#[0-9a-f]+", "", given) for given in (before, now))
-    return f"{is_now}, or what it uses, has changed" if was == is_now else f"{is_now} instead of {was}"
+    return f"{is_now}, or what it uses, has changed" if was == is_now else f"it was {was} and is {is_now} now"
 
 
 def _named(function: Callable[..., Any]) -> str:

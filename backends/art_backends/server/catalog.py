@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from art_backends.errors import ConfigError
 from art_backends.models import PACKAGES
+from art_backends.report import Evaluation
 from art_backends.server.folder import PolicyFile, read_pin, write_pin
 from art_backends.summary import evaluations, last_reward
 from art_backends.tracking import read_metrics
@@ -61,6 +62,15 @@ class Catalog:
     base_model: str
     digest: str
     entries: list[Entry]
+    base: Evaluation | None = None  # the base model's own, where something was held out
+
+    @property
+    def beaten(self) -> bool:
+        """Whether the base model, with nothing learned, has a higher held-out reward than every version."""
+        best = self.best
+        if best is None or best.held_out_reward is None or self.base is None or self.base.reward is None:
+            return False
+        return self.base.reward > best.held_out_reward
 
     @property
     def pinned(self) -> int | None:
@@ -124,7 +134,8 @@ def read(folder: Path) -> Catalog:
                 problem=versions.files_problem(info.path),
             )
         )
-    return Catalog(folder, name, policy.base_model, policy.digest, entries)
+    base = held.get(version_name(name, 0)) if begun is None else None
+    return Catalog(folder, name, policy.base_model, policy.digest, entries, base)
 
 
 def compare(one: Entry, other: Entry) -> list[tuple[str, Any, Any]]:
@@ -281,6 +292,12 @@ def card(catalog: Catalog, entry: Entry, form: Literal["adapter", "merged", "ggu
         lines += [f"llama-server -m {file} --jinja", f"llama-cli -m {file} --jinja", "```", "", "transformers:"]
     lines += ["", "```python", use, "```", ""]
     if form == "adapter":
-        lines += ["vLLM: `--enable-lora --lora-modules NAME=THIS_FOLDER`.", ""]
+        lines += [
+            "vLLM: `--enable-lora --lora-modules NAME=THIS_FOLDER`. If the base model's own chat template shows no"
+        ]
+        lines += [
+            "tools to the model, add `--chat-template` with the `chat_template.jinja` of a merged export: the one"
+        ]
+        lines += ["that was trained with.", ""]
     lines += ["The base model's licence holds for these weights too.", ""]
     return "\n".join(lines)

@@ -133,7 +133,10 @@ def test_success_is_a_part_of_it(made) -> None:
     both = identity(module.score, module.part)
     assert re.fullmatch(r"my_rewards:score#\w+ and my_rewards:part#\w+", both)
     assert both.startswith(identity(module.score))
-    assert change(identity(module.score), both) == "my_rewards:score and my_rewards:part instead of my_rewards:score"
+    assert (
+        change(identity(module.score), both)
+        == "it was my_rewards:score and is my_rewards:score and my_rewards:part now"
+    )
 
 
 def test_anything_can_be_asked_for(made) -> None:

@@ -65,6 +65,15 @@ def test_the_best_is_that_of_the_highest_held_out_reward(folder):
     assert catalog.read(folder).best.version == 4  # the newer of two equals
 
 
+def test_the_base_models_own_figures(folder):
+    assert catalog.read(folder).base is None
+    evaluated(folder, v0=0.5, v1=0.3, v3=0.4)
+    found = catalog.read(folder)
+    assert (found.base.reward, found.beaten, found.best.version) == (0.5, True, 3)
+    evaluated(folder, v0=0.3, v3=0.4)
+    assert not catalog.read(folder).beaten
+
+
 def test_a_version_that_is_not_there_is_named_with_those_that_are(folder):
     with pytest.raises(ConfigError, match="no version policy@9; there are: @1, @2, @3, @4"):
         catalog.read(folder).entry(9)

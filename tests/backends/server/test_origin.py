@@ -53,7 +53,7 @@ def test_an_adapter_that_is_not_there_is_said_with_those_beside_it(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no folder .*taught@3; beside it are: taught@1, taught@2$"):
         origin.check(config(tmp_path / "taught@3"), tmp_path / "versions")
     (tmp_path / "taught@1" / versions.ADAPTER_WEIGHTS).unlink()
-    with pytest.raises(ConfigError, match="has no adapter_model.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
         origin.check(config(tmp_path / "taught@1"), tmp_path / "versions")
 
 
