@@ -143,12 +143,14 @@ async def _sft(options: argparse.Namespace) -> int:
     config = from_arguments(options, options.config)
     examples = sft.read(options.examples)
     console = plain_console()
+    display = make_display(console)
+    display.note(f"starting the server on {config.folder}: it loads {config.base_model}")
     async with LocalServer(config) as backend:
         report = await sft.run(
             client=backend.client,
             config=config,
             examples=examples,
-            display=make_display(console),
+            display=display,
             epochs=options.epochs,
             batch_size=options.batch_size,
         )

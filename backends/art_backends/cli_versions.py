@@ -124,6 +124,8 @@ async def _list(options: argparse.Namespace) -> int:
                 ", ".join(marks),
             )
         plain_console().print(table)
+        if not found.entries:
+            plain_console().print(f"no version was made yet: {found.policy}@0, the base model, answers", soft_wrap=True)
     return 0
 
 

@@ -45,3 +45,27 @@ def test_what_is_compared_is_seen_to_differ(run, capsys):
     assert [word.strip() for word in rows["reward"].split("│")[2:4]] == ["0.3", "0.4075"]
     assert [word.strip() for word in rows["tokens/trained"].split("│")[2:4]] == ["12345", "24690"]
     assert [word.strip() for word in rows["entropy"].split("│")[2:4]] == ["0.1234562", "0.1234563"]
+
+
+def test_the_base_model_stands_beside_what_was_made_of_it(run, capsys):
+    file = Path(run) / "metrics.jsonl"
+    row = {"evaluation": 0, "version": "policy@0", "held_out/reward": 0.5, "held_out/success": 0.25}
+    file.write_text(file.read_text() + json.dumps(row) + "\n")
+    assert main(["versions", "list", "--folder", run]) == 0
+    table = capsys.readouterr().out
+    base = next(line for line in table.splitlines() if line.startswith("│ base"))
+    assert [word.strip() for word in base.split("│")[4:6]] == ["0.5", "0.25"]
+
+
+def test_a_folder_without_versions_says_so(run, capsys):
+    for number in REWARDS:
+        (Path(run) / "versions" / f"policy@{number}" / "state.json").unlink()
+        (Path(run) / "versions" / f"policy@{number}").rmdir()
+    assert main(["versions", "list", "--folder", run]) == 0
+    assert "no version was made yet: policy@0, the base model, answers" in capsys.readouterr().out
+
+
+def test_pruned_versions_are_named(run, capsys):
+    assert main(["versions", "prune", "--keep", "1", "--folder", run]) == 0
+    said = capsys.readouterr().out
+    assert "removed 1 of 2 versions (@1), " in said

@@ -75,6 +75,7 @@ def test_exports_load_elsewhere_and_say_the_same(mine: Any) -> None:
     assert greedy(merged) == greedy(adapted)
     one_file = AutoModelForCausalLM.from_pretrained(mine.path / "gguf", gguf_file="policy-3.gguf", dtype=torch.float32)
     assert (logits(one_file) - logits(merged)).abs().max() < 1e-4
+    assert len({file.stat().st_mode for file in (mine.path / "merged").iterdir()}) == 1  # all of it can be read
     tokenizer = AutoTokenizer.from_pretrained(mine.path / "merged")
     tool = {"type": "function", "function": {"name": "stock", "description": "Pieces.", "parameters": {}}}
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tools=[tool], tokenize=False)

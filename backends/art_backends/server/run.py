@@ -172,6 +172,7 @@ async def _parts(
         stack.push_async_callback(store.aclose)
         worker = make_worker(config, folder)
         stack.push_async_callback(worker.stop)
+        log.info("loading %s", config.base_model)
         await worker.start()
         model_digest = str(worker.ready.get("digest"))
         origin.check(config, folder.versions, model_digest)  # before the folder is bound to these settings
