@@ -76,18 +76,26 @@ def _parts(whole: Any) -> Iterator[str]:
     waiting = [whole]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, _PLAIN):
-            yield f"{type(value).__name__} {value!r}"
-            continue
-        yield _title(value)
-        if id(value) in followed or _foreign(value):
-            continue
-        followed[id(value)] = value
-        inside = list(_inside(value))
-        if isinstance(value, FunctionType):
-            yield value.__code__.co_code.hex()
-            inside += _used(value.__code__, value.__globals__)
+        try:
+            texts, inside = _look(value, followed)
+        except Exception:  # noqa: BLE001 - boundary: an object of the user's that does not let itself be looked at
+            texts, inside = [type(value).__name__], []
+        yield from texts
         waiting += reversed(inside)
+
+
+def _look(value: Any, followed: dict[int, Any]) -> tuple[list[str], list[Any]]:
+    """(what a value says of itself, what is in it)."""
+    if isinstance(value, _PLAIN):
+        return [f"{type(value).__name__} {value!r}"], []
+    title = _title(value)
+    if id(value) in followed or _foreign(value):
+        return [title], []
+    followed[id(value)] = value
+    inside = list(_inside(value))
+    if not isinstance(value, FunctionType):
+        return [title], inside
+    return [title, value.__code__.co_code.hex()], [*inside, *_used(value.__code__, value.__globals__)]
 
 
 def _inside(value: Any) -> Iterable[Any]:  # noqa: PLR0911 - one for each kind

@@ -155,6 +155,18 @@ def test_anything_can_be_asked_for(made) -> None:
     for _ in range(100_000):
         deep = [deep]
     assert identity(partial(itself, deep)) == identity(partial(itself, deep))
+
+    class Shy:
+        """As a proxy of a web framework outside of a request."""
+
+        @property
+        def __class__(self):
+            raise RuntimeError("outside of a request")
+
+        def __getattr__(self, name):
+            raise RuntimeError("outside of a request")
+
+    assert identity(partial(itself, Shy())) == identity(partial(itself, Shy())) != identity(partial(itself))
     looped: list[object] = []
     looped.append(looped)
     assert identity(partial(itself, looped)) == identity(partial(itself, looped))
