@@ -1,8 +1,5 @@
 """Which rollouts a training step plays: its groups, and those that replace groups from which nothing can be learned.
 
-Replacing costs a wait: a few further groups alone use an engine worse than beside the others. So as many
-as earlier steps make likely are played with the step's own.
-
 Everything here is a function of the step's number, the configuration and the rewards so far, so that a step that was
 stopped is put together again exactly as it was. It refuses to drop a rollout: a group without a spread of rewards
 stays part of the step's figures.
@@ -31,32 +28,25 @@ class Batch:
         self._seen: Counter[str] = Counter()
         self._drawn = 0
 
-    def first(self, flat: float = 0.0) -> list[Slot]:
-        """The slots of the step's own groups, and of further ones where a share ``flat`` of the groups is expected to
-        have no spread (within ``dynamic_sampling``)."""
+    def first(self) -> list[Slot]:
+        """The slots of the step's own groups."""
         config = self._config
         chosen = order(config.seed, self._step, config.groups_per_step, len(self._scenarios), shuffle=config.shuffle)
-        wanted = round(config.groups_per_step * flat / (1 - flat)) if flat < 1 else config.dynamic_sampling
-        return self._slots([*chosen, *self._spare(wanted)])
+        return self._slots(chosen)
 
     def more(self, rollouts: Iterable[Rollout]) -> list[Slot]:
         """Slots of further groups in the place of those without a spread; none when there is nothing to replace, or
         ``dynamic_sampling`` groups were drawn already. To be asked again when these are played."""
         config = self._config
         learnable = sum(spread_groups(rollouts).values())
-        return self._slots(self._spare(config.groups_per_step - learnable))
-
-    def _spare(self, wanted: int) -> Sequence[int]:
-        """The next so many scenarios of further groups, as far as they may be drawn."""
-        config = self._config
-        wanted = min(wanted, config.dynamic_sampling - self._drawn)
+        wanted = min(config.groups_per_step - learnable, config.dynamic_sampling - self._drawn)
         if wanted <= 0:
             return []
         # An order of their own: the scenarios of the steps to come stay theirs.
         spare = order(f"{config.seed}:spare", self._step, config.dynamic_sampling, len(self._scenarios))
         chosen = spare[self._drawn : self._drawn + wanted]
-        self._drawn += len(chosen)
-        return chosen
+        self._drawn += wanted
+        return self._slots(chosen)
 
     def _slots(self, chosen: Sequence[int]) -> list[Slot]:
         slots = []

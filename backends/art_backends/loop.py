@@ -36,7 +36,6 @@ from art_backends.summary import (
     evaluation_row,
     evaluations,
     fill,
-    flat_share,
     last_reward,
     parted,
     reached,
@@ -113,7 +112,7 @@ class _Loop:
         self._held_out = held_out
         self._player = player
         self._watchdog = watchdog
-        self._playing = Playing(config, scenarios, player, display, lambda: flat_share(self._scored()))
+        self._playing = Playing(config, scenarios, player, display)
         self._display = display
         self._metrics = metrics
         self._sinks = sinks

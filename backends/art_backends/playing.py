@@ -12,7 +12,7 @@ as interrupted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from art_backends import checks
 from art_backends.batches import Batch
@@ -26,16 +26,7 @@ from art_backends.trajectories import Rollout
 class Playing:
     """The steps whose rollouts are being played, or wait to be trained."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        scenarios: Sequence[Scenario],
-        player: Player,
-        display: Display,
-        flat: Callable[[], float],
-    ) -> None:
-        """``flat``: the share of groups that are expected to have no spread of rewards, as things stand."""
-        self._flat = flat
+    def __init__(self, config: TrainConfig, scenarios: Sequence[Scenario], player: Player, display: Display) -> None:
         self._config = config
         self._scenarios = scenarios
         self._player = player
@@ -70,7 +61,7 @@ class Playing:
     async def _play(self, step: int, version: int, progress: _Progress) -> list[Rollout]:
         batch = Batch(self._config, self._scenarios, step, version)
         rollouts: list[Rollout] = []
-        slots, name = batch.first(self._flat()), f"step {step}: rollouts"
+        slots, name = batch.first(), f"step {step}: rollouts"
         while slots:
             progress.phase(name, len(slots))
             rollouts += await self._player.collect(slots, progress.advance)

@@ -161,12 +161,6 @@ def reached(rows: Sequence[Mapping[str, Any]], target: float | None, steps: int)
     return target is not None and len(last) == steps and fmean(last) >= target
 
 
-def flat_share(rows: Sequence[Mapping[str, Any]], steps: int = 3) -> float:
-    """The share of groups without a spread of rewards in the last steps, at most ``steps``; 0 before the first."""
-    last = [float(row.get("frac_reward_zero_std", row["outcome"] == "skipped")) for row in rows[-steps:]]
-    return fmean(last) if last else 0.0
-
-
 def parted(evaluations: Sequence[Evaluation], rows: Iterable[Mapping[str, Any]]) -> str | None:
     """An alarm in words when the sampled reward rose since the best evaluation and the held-out reward did not.
 

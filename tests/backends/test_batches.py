@@ -56,23 +56,6 @@ def test_a_group_without_a_spread_is_replaced_until_there_are_enough():
     assert batch.more(rollouts + played(third, [[0, 1]])) == []
 
 
-@pytest.mark.parametrize(
-    ("flat", "allowed", "further"),
-    [(0.0, 5, 0), (0.1, 5, 0), (0.34, 5, 1), (0.5, 5, 2), (0.5, 1, 1), (1.0, 5, 5), (0.5, 0, 0)],
-)
-def test_further_groups_are_played_at_once_as_far_as_they_are_likely(flat, allowed, further):
-    plain = Batch(settings(dynamic_sampling=allowed), SCENARIOS, 1, 0)
-    whole = groups(plain.first()) + groups(plain.more(played(Batch(settings(), SCENARIOS, 1, 0).first(), [[0, 0]] * 2)))
-    batch = Batch(settings(dynamic_sampling=allowed), SCENARIOS, 1, 0)
-    first = batch.first(flat)
-    assert len(groups(first)) == 2 + further
-    assert groups(first)[:2] == whole[:2]
-    assert set(groups(first)[2:4]) <= set(whole[2:]) or further > 2  # the same ones, in the same order
-    more = batch.more(played(first, [[1, 1]] * len(groups(first))))
-    assert len(groups(more)) == min(2, allowed - further)
-    assert not set(groups(more)) & set(groups(first))
-
-
 def test_no_more_than_allowed_are_drawn():
     batch = Batch(settings(dynamic_sampling=3), SCENARIOS, 1, 0)
     rollouts = played(batch.first(), [[0, 0]] * 2)

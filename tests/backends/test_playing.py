@@ -9,7 +9,7 @@ from art_backends.config import make_config
 from art_backends.errors import ConfigError, NothingToLearnError, RewardError
 from art_backends.trajectories import Purpose
 
-from tests.backends.memory_server import MemoryServer, Notes, alternating, echo, go, rows_of
+from tests.backends.memory_server import MemoryServer, alternating, echo, go, rows_of
 
 DEADLINE = 20.0
 
@@ -190,21 +190,3 @@ async def test_dynamic_sampling_goes_on_in_the_step_it_belongs_to(tmp_path):
         await go(server, tmp_path, agent=echo, reward=reward, steps=1, overlap=True, dynamic_sampling=2, held_out=[])
     assert server.opened[Purpose.TRAIN, 1] == 8
     assert server.opened[Purpose.TRAIN, 2] == 0
-
-
-async def test_further_groups_that_earlier_steps_make_likely_are_played_with_the_steps_own(tmp_path):
-    server = MemoryServer()
-
-    notes = Notes()
-    reward = alternating()
-
-    def flat_at_first(run):
-        return 0.0 if len(server.store) <= 8 else reward(run)
-
-    await go(server, tmp_path, reward=flat_at_first, steps=2, dynamic_sampling=2, held_out=[], display=notes)
-    assert [line for line in notes.lines if "rollouts" in line and line.startswith("phase step")] == [
-        "phase step 1: rollouts 4",
-        "phase step 1: more rollouts, for groups without a spread 4",
-        "phase step 2: rollouts 8",
-    ]
-    assert len(server.trained[2]) == 8

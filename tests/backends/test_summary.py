@@ -8,7 +8,6 @@ from art_backends.summary import (
     evaluations,
     examples,
     fill,
-    flat_share,
     parted,
     reached,
     step_row,
@@ -188,10 +187,3 @@ def test_evaluations_of_a_stopped_run():
     assert list(evaluations(rows, 4, "score#1")) == [0]
     anew = [*rows, {"step": 5, "outcome": "committed", "version": 5}]
     assert list(evaluations(anew, 5, "score#1")) == [0]  # version 5 is another one now
-
-
-def test_the_share_of_groups_without_a_spread():
-    rows = [{"outcome": "committed", "frac_reward_zero_std": share} for share in (1.0, 0.25, 0.5)]
-    assert flat_share([]) == 0
-    assert flat_share(rows[:1]) == 1
-    assert flat_share([*rows, {"outcome": "skipped"}]) == pytest.approx(1.75 / 3)
