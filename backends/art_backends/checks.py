@@ -66,7 +66,7 @@ async def calls(client: Control, rollouts: Sequence[Rollout], nodes: Sequence[st
 def nothing(row: Row, skipped: int, failing: str | None) -> NothingToLearnError:
     """The error for ``skipped`` steps in a row without a spread; ``row`` is the last one's, ``failing`` the error with
     which the agent failed in all its rollouts, if it did."""
-    failed = "" if failing is None else f"The agent failed in all its rollouts: {' '.join(failing.split())}. "
+    failed = "" if failing is None else f"The agent failed in all its rollouts: {failing}. "
     steps = "1 step" if skipped == 1 else f"{skipped} steps in a row"
     return NothingToLearnError(
         f"nothing to learn from: in {steps} no group of rollouts had a spread of rewards "

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from art_backends.report import Evaluation, Example, Report, histogram, wilson
-from art_backends.trajectories import Rollout, version_number
+from art_backends.trajectories import Rollout, RolloutError, version_number
 
 Row = dict[str, Any]
 
@@ -48,12 +48,18 @@ def mean(values: Sequence[float] | None) -> float | None:
 
 
 def common_error(rollouts: Iterable[Rollout]) -> str | None:
-    """The agent's most frequent error in words, with its count."""
-    counts = Counter(f"{r.error.type}: {r.error.message[:300]}" for r in rollouts if r.error is not None)
+    """The agent's most frequent error in a line, with its count."""
+    counts = Counter(_in_a_line(rollout.error) for rollout in rollouts if rollout.error is not None)
     if not counts:
         return None
     text, number = counts.most_common(1)[0]
     return f"{text} (×{number})"
+
+
+def _in_a_line(error: RolloutError) -> str:
+    """Type and first line: what follows is advice, or a traceback, which the rollout has whole."""
+    said = error.message.strip().splitlines()
+    return f"{error.type}: {said[0][:300]}" if said else error.type
 
 
 def evaluation(step: int, version: str, rollouts: Sequence[Rollout]) -> Evaluation:

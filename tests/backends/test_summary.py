@@ -114,6 +114,8 @@ def test_examples_show_the_largest_changes_first():
 def test_the_most_frequent_error():
     assert common_error([a_rollout()]) is None
     assert common_error([a_rollout(error="a"), a_rollout(error="b"), a_rollout(error="b")]) == "ValueError: b (×2)"
+    assert common_error([a_rollout(error="too deep.\nFor help, visit …"), a_rollout()]) == "ValueError: too deep. (×1)"
+    assert common_error([a_rollout(error=" \n")]) == "ValueError (×1)"
 
 
 def test_totals_are_weighted_by_tokens():
