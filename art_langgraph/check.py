@@ -25,8 +25,7 @@ from art_backends.waiting import OverdueError, bounded
 
 from art_langgraph.capturing import capturing
 from art_langgraph.graphs import INTERRUPT, MakeInput, OnInterrupt, load_graph, run_graph
-from art_langgraph.inspection import inspect_graph, warnings_of
-from art_langgraph.names import check_names
+from art_langgraph.names import before_a_run
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ async def check(
 ) -> Checked:
     """Run the graph on one scenario against a server on ``config.folder``. Raises ArtError."""
     async with load_graph(graph) as loaded:
-        found = inspect_graph(loaded.graph, config.models, config.nodes)
-        for warning in (*warnings_of(found), *check_names(found, config.models, config.nodes)):
+        for warning in before_a_run(loaded.graph, config.models, config.nodes):
             display.warn(warning)
         display.note(f"loading {config.base_model}…")
         async with LocalServer(config) as server:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from art_backends import stacks
 from art_backends.arguments import CommandParser
-from art_backends.config import add_arguments, from_arguments
+from art_backends.config import MODEL_SETTINGS, add_arguments, from_arguments
 from art_backends.display import PlainDisplay, make_display
 from art_backends.errors import ArtError, ConfigError, NothingToLearnError, did_you_mean
 from art_backends.report import summary
@@ -46,10 +46,8 @@ from art_langgraph.loading import own_traceback
 from art_langgraph.names import check_names
 from art_langgraph.train import train
 
-# Settings that one rollout goes by; those of the adapter, because one to begin from must be of the same shape.
-CHECKED = frozenset({"base_model", "init_adapter", "models", "nodes", "chat_template", "rollout_timeout"})
-CHECKED |= {"temperature", "top_p", "max_tokens", "history", "rank", "alpha", "rslora", "target_modules"}
-CHECKED |= {"device", "dtype", "threads", "max_model_len"}
+# Settings that one rollout goes by.
+CHECKED = MODEL_SETTINGS | {"models", "nodes", "rollout_timeout", "temperature", "top_p", "max_tokens", "history"}
 _SHOWN = 5  # ids of scenarios
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 _LINGER = 5.0  # seconds that the app's own threads have to end

@@ -8,10 +8,11 @@ could be looked at, it is a warning. It refuses to correct a name.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from art_backends.errors import ConfigError, did_you_mean
 
-from art_langgraph.inspection import Inspection
+from art_langgraph.inspection import Inspection, inspect_graph, warnings_of
 
 _SHOWN = 20  # names
 
@@ -32,6 +33,15 @@ def check_names(found: Inspection, models: Iterable[str], nodes: Iterable[str]) 
             "would train"
         )
     return told
+
+
+def before_a_run(graph: Any, models: Collection[str], nodes: Collection[str]) -> list[str]:
+    """What to tell the user before the graph runs: what cannot be captured, what is switched off, doubtful names.
+
+    ConfigError for a name that the graph cannot have.
+    """
+    found = inspect_graph(graph, models, nodes)
+    return [*warnings_of(found), *check_names(found, models, nodes)]
 
 
 def _models(found: Inspection, names: list[str]) -> list[str]:

@@ -28,8 +28,7 @@ from art_backends.waiting import run_to_end
 
 from art_langgraph.capturing import capturing, placeholder_key
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
-from art_langgraph.inspection import inspect_graph, warnings_of
-from art_langgraph.names import check_names
+from art_langgraph.names import before_a_run
 
 Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
 
@@ -71,8 +70,7 @@ async def atrain(
             return await run_graph(loaded, scenario, to_input=to_input, on_interrupt=on_interrupt)
 
         async with loaded:
-            found = inspect_graph(loaded.graph, made.models, made.nodes)
-            for warning in (*warnings_of(found), *check_names(found, made.models, made.nodes)):
+            for warning in before_a_run(loaded.graph, made.models, made.nodes):
                 shown.warn(warning)
             begins = "" if made.init_adapter is None else f", to begin from {made.init_adapter}"
             shown.note(f"starting the server on {made.folder}: it loads {made.base_model}{begins}")

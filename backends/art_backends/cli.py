@@ -24,7 +24,7 @@ from art_backends import cli_rollouts, cli_versions, sft, stacks
 from art_backends.arguments import CommandParser
 from art_backends.backend import LocalServer
 from art_backends.cli_folder import add_folder, connected, running
-from art_backends.config import TrainConfig, add_arguments, from_arguments, make_config
+from art_backends.config import MODEL_SETTINGS, TrainConfig, add_arguments, from_arguments, make_config
 from art_backends.display import make_display, plain_console
 from art_backends.errors import ArtError, ConfigError, ServerError
 from art_backends.server.folder import POLICY, VERSIONS, read_pin
@@ -32,14 +32,11 @@ from art_backends.server.run import serve
 from art_backends.training import versions
 from art_backends.trajectories import version_name
 
-# Settings that serving goes by; the adapter's, too: the versions of a folder have one shape.
-SERVED = frozenset({"base_model", "name", "folder", "init_adapter", "models", "chat_template", "history"})
-SERVED |= {"rank", "alpha", "rslora", "target_modules", "optimizer", "device", "dtype", "threads", "max_model_len"}
+SERVED = MODEL_SETTINGS | {"name", "folder", "models", "history", "optimizer"}  # settings that serving goes by
 # Settings that imitation goes by: there are no rollouts and no rewards.
-IMITATED = frozenset({"base_model", "name", "folder", "init_adapter", "chat_template", "shuffle", "seed"})
-IMITATED |= {"rank", "alpha", "rslora", "target_modules", "optimizer", "learning_rate", "schedule", "warmup_steps"}
-IMITATED |= {"weight_decay", "max_grad_norm", "updates_per_batch", "max_kl", "pack_tokens", "gradient_checkpointing"}
-IMITATED |= {"device", "dtype", "threads", "max_model_len"}
+IMITATED = MODEL_SETTINGS | {"name", "folder", "shuffle", "seed", "optimizer", "learning_rate", "schedule"}
+IMITATED |= {"warmup_steps", "weight_decay", "max_grad_norm", "updates_per_batch", "max_kl"}
+IMITATED |= {"pack_tokens", "gradient_checkpointing"}
 STACKS_SECONDS = 10.0  # until a server that does not answer is taken to hang
 
 

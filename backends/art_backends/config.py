@@ -171,6 +171,11 @@ class TrainConfig(BaseModel):
 _OPTIONS = "command line"
 
 
+# What whoever loads the model goes by; the adapter's shape with it, because all versions of a folder share one.
+MODEL_SETTINGS = frozenset({"base_model", "init_adapter", "chat_template", "rank", "alpha", "rslora", "target_modules"})
+MODEL_SETTINGS |= {"device", "dtype", "threads", "max_model_len"}
+
+
 def make_config(
     values: Mapping[str, Any], *, source: str = "configuration", over: Collection[str] = (), by: str = _OPTIONS
 ) -> TrainConfig:

@@ -293,11 +293,10 @@ def card(catalog: Catalog, entry: Entry, form: Literal["adapter", "merged", "ggu
     lines += ["", "```python", use, "```", ""]
     if form == "adapter":
         lines += [
-            "vLLM: `--enable-lora --lora-modules NAME=THIS_FOLDER`. If the base model's own chat template shows no"
+            "vLLM: `--enable-lora --lora-modules NAME=THIS_FOLDER`. If the base model's own chat template shows no",
+            "tools to the model, add `--chat-template` with the `chat_template.jinja` of a merged export: the one",
+            "that was trained with.",
+            "",
         ]
-        lines += [
-            "tools to the model, add `--chat-template` with the `chat_template.jinja` of a merged export: the one"
-        ]
-        lines += ["that was trained with.", ""]
     lines += ["The base model's licence holds for these weights too.", ""]
     return "\n".join(lines)
