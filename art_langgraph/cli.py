@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -24,17 +22,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from art_backends import stacks
 from art_backends.arguments import CommandParser
 from art_backends.config import MODEL_SETTINGS, add_arguments, from_arguments
 from art_backends.display import PlainDisplay, make_display
 from art_backends.errors import ArtError, ConfigError, NothingToLearnError, did_you_mean
+from art_backends.functions import load_function
 from art_backends.report import summary
-from art_backends.scenarios import Scenario, load
+from art_backends.scenarios import Scenario, file_or_share, load
 from art_backends.waiting import run_to_end
 from rich.console import Console
 
@@ -42,7 +41,6 @@ from art_langgraph.capturing import placeholder_key
 from art_langgraph.check import check, lines, trained_tokens
 from art_langgraph.graphs import load_graph
 from art_langgraph.inspection import Inspection, inspect_graph, inspection_lines
-from art_langgraph.loading import own_traceback
 from art_langgraph.names import check_names
 from art_langgraph.train import train
 
@@ -138,7 +136,7 @@ def _train(options: argparse.Namespace) -> None:
         options.graph,
         scenarios=options.scenarios,
         reward=load_function(options.reward, "--reward"),
-        held_out=_held_out(options.held_out),
+        held_out=file_or_share(options.held_out),
         **_functions(options),
         success=None if options.success is None else load_function(options.success, "--success"),
         config=config,
@@ -193,53 +191,6 @@ def _scenario(file: Path, wanted: str | None) -> Scenario:
     how = ' (a scenario without an "id" has one made from its content)' if made else ""
     hint = did_you_mean(wanted, known) or "."
     raise ConfigError(f"--scenario {wanted}: {file} has no scenario of that id{hint} {listed}{how}")
-
-
-def _held_out(value: str | None) -> str | float | None:
-    try:
-        return None if value is None else float(value)
-    except ValueError:
-        return value
-
-
-def load_function(spec: str, option: str) -> Callable[..., Any]:
-    """A function by ``module:attr`` or ``path.py:attr``; ConfigError names the option and what was found instead.
-
-    An error in the module comes with the module's own traceback.
-    """
-    place, separator, attribute = spec.rpartition(":")
-    if not separator or not place or not attribute:
-        raise ConfigError(f"{option} {spec}: give module:function, for example my_rewards:score")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise ConfigError(f"{option} {spec}: there is no file {path}")
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))
-        place = path.stem
-    try:
-        value: Any = importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"{option} {spec}: there is no module {error.name!r} in {Path.cwd()} nor among the installed packages"
-            ) from None
-        _app_error(f"{option} {spec}", error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - boundary: the user's module, told with its traceback
-        _app_error(f"{option} {spec}", error)
-    for part in attribute.split("."):
-        try:
-            value = getattr(value, part)
-        except AttributeError:
-            hint = did_you_mean(part, [name for name in dir(value) if not name.startswith("_")])
-            raise ConfigError(f"{option} {spec}: {place} has no {attribute!r}{hint}") from None
-    if not callable(value):
-        raise ConfigError(f"{option} {spec}: this is a {type(value).__name__}, not a function")
-    return value  # type: ignore[no-any-return]
-
-
-def _app_error(what: str, error: BaseException) -> NoReturn:
-    raise ConfigError(f"{what}: the module could not be imported:\n\n{own_traceback(error)}") from error
 
 
 def _leave(code: int) -> None:

@@ -17,13 +17,13 @@ import inspect
 import json
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from art_backends.errors import GraphError
+from art_backends.functions import own_traceback
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.tools import BaseTool
 from langgraph.graph import StateGraph
@@ -255,28 +255,8 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def own_traceback(error: BaseException) -> str:
-    """An error of the app's as Python shows it, without the frames of the import machinery and ours."""
-    shown = traceback.TracebackException.from_exception(error)
-    waiting = [shown]
-    while waiting:
-        part = waiting.pop()
-        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _between(frame.filename)])
-        waiting += [more for more in (part.__cause__, part.__context__, *(part.exceptions or ())) if more is not None]
-    return "".join(shown.format()).rstrip()
-
-
-def _between(file: str) -> bool:
-    """Whether a frame only stands between ours and the app's: ours, of imports, of context managers."""
-    return (
-        file.startswith(("<frozen importlib", "<frozen runpy", str(Path(importlib.__file__).parent)))
-        or file == contextlib.__file__
-        or Path(file).parent == Path(__file__).parent
-    )
-
-
 def _own_error(what: str, error: BaseException) -> GraphError:
-    return GraphError(f"{what}:\n\n{own_traceback(error)}")
+    return GraphError(f"{what}:\n\n{own_traceback(error, Path(__file__).parent)}")
 
 
 def _from_langgraph_json(path: Path, name: str) -> LoadedGraph:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from art_backends.backend import LocalServer
 from art_backends.config import TrainConfig, load_toml, make_config
@@ -22,15 +22,13 @@ from art_backends.loop import run
 from art_backends.report import Report
 from art_backends.rewards.values import Reward
 from art_backends.rollouts import Success
-from art_backends.scenarios import Scenario, load, split
+from art_backends.scenarios import Scenarios, prepared
 from art_backends.tracking import Sink
 from art_backends.waiting import run_to_end
 
 from art_langgraph.capturing import capturing, placeholder_key
 from art_langgraph.graphs import MakeInput, OnInterrupt, load_graph, run_graph
 from art_langgraph.names import before_a_run
-
-Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
 
 
 async def atrain(
@@ -147,23 +145,3 @@ def settled(config: TrainConfig | Mapping[str, Any] | str | Path | None, setting
     if isinstance(config, Mapping):
         return make_config({**config, **settings}, source="train()")
     raise ConfigError(f"config must be a TrainConfig, a mapping or a TOML file, not {type(config).__name__}")
-
-
-def prepared(
-    scenarios: Scenarios, held_out: Scenarios | float | None, seed: int
-) -> tuple[list[Scenario], list[Scenario]]:
-    """(to train on, held out). ScenarioError if a scenario cannot be used; ConfigError if one is in both."""
-    training = load(scenarios)
-    if held_out is None:
-        return training, []
-    if isinstance(held_out, int | float):
-        return split(training, held_out, seed)
-    testing = load(held_out)
-    known = {scenario.id: scenario for scenario in training}
-    both = [scenario.id for scenario in testing if scenario.id in known and known[scenario.id].data == scenario.data]
-    if both:
-        raise ConfigError(
-            f"{len(both)} held-out scenarios are among those to train on ({', '.join(both[:3])}): "
-            "success would be measured on what was learned by heart"
-        )
-    return training, testing

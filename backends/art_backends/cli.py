@@ -1,4 +1,4 @@
-"""``art-backends``: serve a run folder, train on worked examples, see status, rollouts and versions.
+"""``art-backends``: train any program, train on worked examples, serve a run folder, see rollouts and versions.
 
 Errors are one clear line on standard error and exit code 2; Ctrl-C is exit code 130. Standard output carries what was
 asked for, nothing else.
@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from art_backends import cli_rollouts, cli_versions, sft, stacks
+from art_backends import cli_rollouts, cli_train, cli_versions, sft, stacks
 from art_backends.arguments import CommandParser
 from art_backends.backend import LocalServer
 from art_backends.cli_folder import add_folder, connected, running
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
     serving.idle = add_arguments(serving, only=SERVED)
     serving.set_defaults(run=_serve)
+
+    cli_train.add_parser(commands)
 
     imitating = commands.add_parser("sft", help="train on worked examples: imitation, before or without rewards")
     imitating.add_argument("examples", type=Path, metavar="FILE", help="JSON Lines: messages (and tools) a line")

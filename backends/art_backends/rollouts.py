@@ -23,12 +23,12 @@ from art_backends.capture.scope import rollout_scope
 from art_backends.client import OpenRollout, StepOutcome, StepProgress
 from art_backends.config import TrainConfig
 from art_backends.errors import ArtError, ControlError, GraphError, RewardError, ScenarioError, ServerError
-from art_backends.failures import brief, describe, fault_of, jsonable
+from art_backends.failures import AGENT_STATUSES, brief, describe, fault_of, jsonable
 from art_backends.rewards.identity import identity
 from art_backends.rewards.values import LazyCalls, Reward, Run, parts
 from art_backends.scenarios import Scenario
 from art_backends.stragglers import LateError, Stragglers
-from art_backends.trajectories import Purpose, Rollout, RolloutError, version_number
+from art_backends.trajectories import CallStatus, Purpose, Rollout, RolloutError, version_number
 from art_backends.waiting import OverdueError, SelfCancelledError, bounded, in_thread, resolve
 from art_backends.watchdog import Watchdog
 
@@ -292,7 +292,15 @@ class Player:
             return output, None, None
         if isinstance(error, ScenarioError | GraphError):  # neither the agent's nor the world's: the user's to mend
             raise error
-        return None, describe(error), fault_of(error)
+        return None, describe(error), fault_of(error) or await self._broken_call(opened.id)
+
+    async def _broken_call(self, rollout_id: str) -> str | None:
+        """What the world did wrong in the last call of an agent that failed: its error need not show that."""
+        calls = await self._calls(rollout_id)
+        error = calls[-1].error if calls and calls[-1].status is CallStatus.ERROR else None
+        if error is None or error.startswith(("bad_request:", *(f"{status} " for status in AGENT_STATUSES))):
+            return None
+        return f"engine: {error}"
 
     async def _score(self, run: Run) -> tuple[float, dict[str, float]]:
         """Reward and metrics of a run; RewardError says what the reward function did instead."""

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from art_backends.errors import ScenarioError
+from art_backends.errors import ConfigError, ScenarioError
 
 _LONGEST_ID = 200  # characters
 _KINDS = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
@@ -31,9 +31,10 @@ class Scenario:
     data: dict[str, Any]
 
 
-def load(
-    source: str | Path | Iterable[Mapping[str, Any] | Scenario], *, what: str = "scenario", distinct: bool = True
-) -> list[Scenario]:
+Scenarios: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | Scenario]"
+
+
+def load(source: Scenarios, *, what: str = "scenario", distinct: bool = True) -> list[Scenario]:
     """Scenarios of a JSON Lines file or of objects in memory; ScenarioError names what cannot be used and where.
 
     ``what``: what one is called in errors; ``distinct``: whether none may come twice.
@@ -71,6 +72,34 @@ def _rows(path: Path, what: str) -> list[tuple[str, Scenario]]:
         if text.strip():
             rows.append((where, _scenario(_parse(text, where), where, what)))
     return rows
+
+
+def prepared(
+    scenarios: Scenarios, held_out: Scenarios | float | None, seed: int
+) -> tuple[list[Scenario], list[Scenario]]:
+    """(to train on, held out). ScenarioError if a scenario cannot be used; ConfigError if one is in both."""
+    training = load(scenarios)
+    if held_out is None:
+        return training, []
+    if isinstance(held_out, int | float):
+        return split(training, held_out, seed)
+    testing = load(held_out)
+    known = {scenario.id: scenario for scenario in training}
+    both = [scenario.id for scenario in testing if scenario.id in known and known[scenario.id].data == scenario.data]
+    if both:
+        raise ConfigError(
+            f"{len(both)} held-out scenarios are among those to train on ({', '.join(both[:3])}): "
+            "success would be measured on what was learned by heart"
+        )
+    return training, testing
+
+
+def file_or_share(value: str | None) -> str | float | None:
+    """What ``--held-out`` says: a file, or a share of the scenarios."""
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
 
 
 def split(scenarios: list[Scenario], fraction: float, seed: int) -> tuple[list[Scenario], list[Scenario]]:

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 from art_backends.config import TrainConfig
+from art_backends.functions import load_function
 from art_backends.report import Report
 from art_backends.scenarios import load
 
 from art_langgraph import cli
-from art_langgraph.cli import load_function, main
+from art_langgraph.cli import main
 
 
 @pytest.fixture

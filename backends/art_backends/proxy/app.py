@@ -1,7 +1,7 @@
-"""The proxy's door: chat completions, completions and the list of models, for whoever the server has identified.
+"""The proxy: calls of models in every dialect, and the list of models, for whoever the server has identified.
 
     proxy = Proxy(engine, store, policy=policies, limits=Limits())
-    response = await proxy.chat_completions(request, identity)
+    for door in proxy.doors.all: ...  # mount door.answer(request, identity) at door.path
 
 There is one upstream, the engine it was made with: nothing in a request can choose another, and no other route of
 the engine can be reached through here. It refuses to authenticate: the identity is the server's word.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import orjson
@@ -22,13 +23,18 @@ from art_backends.errors import EngineError, TemplateError
 from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
 from art_backends.proxy.completions import Completions
+from art_backends.proxy.continuation import template_kwargs
+from art_backends.proxy.dialect import Dialect, Plain
+from art_backends.proxy.doors import Answer, Counting, Door, Doors
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.limits import Counters, Gate, Limits
+from art_backends.proxy.messages import Messages
 from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
 from art_backends.proxy.recorder import CallStore, Recorder
-from art_backends.proxy.services import Dialect, PolicyView, Services
+from art_backends.proxy.responses import Responses
+from art_backends.proxy.services import PolicyView, Services
 from art_backends.proxy.tail import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -89,6 +95,7 @@ class Proxy:
         self._gate = Gate(self.limits, self.counters)
         self._recorder = Recorder(store, self.limits, self.counters)
         self._prefixers: dict[str, Prefixer] = {}
+        self._renderer = EngineRenderer(engine)
         self._services = Services(
             engine=engine,
             recorder=self._recorder,
@@ -98,21 +105,28 @@ class Proxy:
             limits=self.limits,
             counters=self.counters,
         )
-        self._chat: Dialect = Chat()
-        self._completions: Dialect = Completions()
+        self.doors = Doors(self._doors())
 
-    # what the server mounts
+    def _doors(self) -> Iterator[Door]:
+        chat, completions = Plain(Chat()), Plain(Completions())
+        responses, messages = Responses(), Messages()
+        untranslated: dict[str, Dialect] = {"chat/completions": chat, "completions": completions}
+        for base in ("/v1", "/openai/v1"):  # the latter: Azure's
+            for path, dialect in [*untranslated.items(), ("responses", responses)]:
+                yield Door("POST", f"{base}/{path}", self._calls(dialect), dialect)
+            yield Door("POST", f"{base}/responses/input_tokens", self._counts(responses), responses)
+            yield Door("GET", f"{base}/responses/{{id}}", responses.retrieve, responses, asks_engine=False)
+            yield Door("DELETE", f"{base}/responses/{{id}}", responses.delete, responses, asks_engine=False)
+            yield Door("GET", f"{base}/models", self._models, chat, asks_engine=False)
+            yield Door("GET", f"{base}/models/{{model:path}}", self._models, chat, asks_engine=False)
+        yield Door("POST", "/v1/messages", self._calls(messages), messages)
+        yield Door("POST", "/v1/messages/count_tokens", self._counts(messages), messages)
+        yield Door("POST", "/openai/responses", self._calls(responses), responses)
+        for path, dialect in untranslated.items():  # Azure's deployments
+            yield Door("POST", f"/openai/deployments/{{model}}/{path}", self._calls(dialect), dialect)
 
-    async def chat_completions(self, request: Request, identity: Identity) -> Response:
-        """``POST /v1/chat/completions``."""
-        return await self._exchange(request, identity, self._chat)
-
-    async def completions(self, request: Request, identity: Identity) -> Response:
-        """``POST /v1/completions``."""
-        return await self._exchange(request, identity, self._completions)
-
-    async def models(self, request: Request, identity: Identity) -> Response:
-        """``GET /v1/models`` and, with a path parameter ``model``, ``GET /v1/models/NAME``."""
+    async def _models(self, request: Request, identity: Identity) -> Response:
+        """The list of models and, with a path parameter ``model``, one of them."""
         names = dict.fromkeys([self._policy.name, *self._policy.models])
         items = [{"id": name, "object": "model", "created": 0, "owned_by": "art-backends"} for name in names]
         wanted = request.path_params.get("model")
@@ -156,24 +170,73 @@ class Proxy:
 
     # inside
 
-    async def _exchange(self, request: Request, identity: Identity, dialect: Dialect) -> Response:
-        try:
-            body = wire.check_body(await self._read(request), n_limit=self.limits.n)
-            dialect.check(body)
-            if not self._policy.answers(body["model"]):
-                raise wire.BadRequestError(
-                    f"the model {body['model']!r} does not exist: no policy answers for it",
-                    status=404,
-                    param="model",
-                    code="model_not_found",
+    def _calls(self, dialect: Dialect) -> Answer:
+        """A model is called."""
+
+        async def answer(request: Request, identity: Identity) -> Response:
+            try:
+                body, writer = dialect.read(await self._body(request), identity.owner)
+                dialect.endpoint.check(body)
+            except wire.BadRequestError as error:
+                return self._refused(error, dialect)
+            except ClientDisconnect:
+                return self._gone()
+            headers = list(request.headers.items())
+            return Exchange(
+                self._services, dialect=dialect, identity=identity, body=body, writer=writer, headers=headers
+            )
+
+        return answer
+
+    def _counts(self, dialect: Counting) -> Answer:
+        """The tokens of a prompt are counted: as they are rendered, whatever a rollout has sampled before."""
+
+        async def answer(request: Request, identity: Identity) -> Response:
+            try:
+                body, _ = dialect.read({"max_tokens": 1, **await self._body(request)}, identity.owner)
+                dialect.endpoint.check(body)
+                prompt = await self._prompt(body, "template", None)
+                ids = await self._renderer.tokenize(
+                    prompt.messages, prompt.tools, chat_template_kwargs=template_kwargs(body)
                 )
-        except wire.BadRequestError as error:
-            self.counters.refused_bad += 1
-            return _error(error.status, str(error), param=error.param, code=error.code)
-        except ClientDisconnect:
-            self.counters.cancelled += 1
-            return Response(status_code=_CLIENT_GONE)
-        return Exchange(self._services, dialect, identity, body, list(request.headers.items()))
+            except wire.BadRequestError as error:
+                return self._refused(error, dialect)
+            except TemplateError as error:
+                return self._refused(wire.BadRequestError(str(error), param="messages"), dialect)
+            except EngineError as error:
+                self.counters.errors += 1
+                envelope = wire.envelope(error.status, str(error), code=error.code)
+                return _json(error.status, dialect.refused(error.status, envelope))
+            except ClientDisconnect:
+                return self._gone()
+            return _json(200, dialect.counted(len(ids)))
+
+        return answer
+
+    def _refused(self, error: wire.BadRequestError, dialect: Dialect) -> Response:
+        self.counters.refused_bad += 1
+        envelope = wire.envelope(error.status, str(error), param=error.param, code=error.code)
+        return _json(error.status, dialect.refused(error.status, envelope))
+
+    def _gone(self) -> Response:
+        self.counters.cancelled += 1
+        return Response(status_code=_CLIENT_GONE)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The request's body, with a model that the policy answers for."""
+        given = await self._read(request)
+        deployment = request.path_params.get("model")
+        if deployment is not None and isinstance(given, dict):
+            given.setdefault("model", deployment)
+        body = wire.check_body(given, n_limit=self.limits.n)
+        if not self._policy.answers(body["model"]):
+            raise wire.BadRequestError(
+                f"the model {body['model']!r} does not exist: no policy answers for it",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return body
 
     async def _read(self, request: Request) -> Any:
         limit = self.limits.body_bytes
@@ -202,7 +265,7 @@ class Proxy:
             vocabulary = Vocabulary.of(await self._engine.tokenizer_info())
             kind: Literal["exact", "template"] = "template" if history == "template" else "exact"
             prefixer = self._prefixers[history] = Prefixer(
-                EngineRenderer(self._engine),
+                self._renderer,
                 eos_ids=vocabulary.eos_ids,
                 special_tokens=vocabulary.special_tokens,
                 history=kind,

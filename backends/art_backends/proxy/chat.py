@@ -35,7 +35,7 @@ _BENDING = (
 )
 # Fields of vLLM's replies that OpenAI's do not have. Those in the mapping are kept if the app asked by that field.
 _EXTRA_TOP = ("prompt_text", "kv_transfer_params", "ec_transfer_params", "metrics")
-_EXTRA_CHOICE = ("stop_reason", "routed_experts", "prompt_text")
+_EXTRA_CHOICE = ("routed_experts", "prompt_text")
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,17 @@ class Asked:
     token_ids: bool = False
     tokens_as_ids: bool = False
     prompt_logprobs: bool = False
+    stop_reason: bool = False  # the stop sequence that ended it
 
 
 class Chat:
-    """The dialect of ``/v1/chat/completions``."""
+    """The engine's ``/v1/chat/completions``. ``stop_reason``: the answers' reader knows vLLM's field of that name."""
 
     path = CHAT
     has_messages = True
+
+    def __init__(self, *, stop_reason: bool = False) -> None:
+        self._stop_reason = stop_reason
 
     def check(self, body: Mapping[str, Any]) -> None:
         """BadRequestError if no engine should see this."""
@@ -65,7 +69,7 @@ class Chat:
 
     def asked(self, body: Mapping[str, Any]) -> Asked:
         """What of the answer this request asks for."""
-        return Asked(logprobs=body.get("logprobs") is True, **common(body))
+        return Asked(logprobs=body.get("logprobs") is True, stop_reason=self._stop_reason, **common(body))
 
     def shape(
         self,
@@ -164,7 +168,7 @@ def _spell(entry: dict[str, Any]) -> None:
 
 
 def common(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What both dialects' requests say about their answers."""
+    """What the requests of both endpoints say about their answers."""
     stream = body.get("stream") is True
     options = body.get("stream_options")
     return {
@@ -242,6 +246,8 @@ def strip_choice(choice: dict[str, Any], asked: Asked) -> None:
     """The extras of a choice."""
     for name in _EXTRA_CHOICE:
         choice.pop(name, None)
+    if not asked.stop_reason:
+        choice.pop("stop_reason", None)
     if not asked.token_ids:
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)

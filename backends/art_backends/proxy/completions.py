@@ -27,7 +27,7 @@ from art_backends.trajectories import Sampling
 
 
 class Completions:
-    """The dialect of ``/v1/completions``."""
+    """The engine's ``/v1/completions``."""
 
     path = COMPLETIONS
     has_messages = False

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import orjson
@@ -22,14 +23,14 @@ from starlette.types import Receive, Scope, Send
 
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
-from art_backends.proxy.chat import Asked
+from art_backends.proxy.dialect import Dialect, Writer
 from art_backends.proxy.engine_client import EngineStream, parse_json
 from art_backends.proxy.identity import Identity, RolloutContext
 from art_backends.proxy.limits import Overloaded
 from art_backends.proxy.outcome import Assembler
 from art_backends.proxy.prefix import Prompt
 from art_backends.proxy.recorder import Recording
-from art_backends.proxy.services import Dialect, Services
+from art_backends.proxy.services import Services
 from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode
 
 log = logging.getLogger(__name__)
@@ -46,23 +47,27 @@ class _MalformedError(ValueError):
 
 
 class Exchange(Response):
-    """See the module. ``body`` has passed ``wire.check_body`` and the dialect's ``check``."""
+    """See the module. ``body`` is the endpoint's request that the dialect has read, ``writer`` what came with it."""
 
     def __init__(
         self,
         services: Services,
+        *,
         dialect: Dialect,
         identity: Identity,
         body: dict[str, Any],
+        writer: Writer,
         headers: list[tuple[str, str]],
     ) -> None:
         super().__init__()
         self._services = services
         self._dialect = dialect
+        self._endpoint = dialect.endpoint
+        self._writer = writer
         self._identity = identity
         self._request = body
         self._request_headers = headers
-        self._asked = dialect.asked(body)
+        self._asked = self._endpoint.asked(body)
         self._assembler = Assembler(self._asked.n)
         self._unreadable: BaseException | None = None
         self._context: RolloutContext | None = None
@@ -109,7 +114,8 @@ class Exchange(Response):
                     context, request=self._request, node=wire.node(headers), retry=wire.retry_count(headers)
                 )
             retry_after = (b"retry-after", str(refusal.retry_after).encode())
-            await self._answer(send, refusal.status, [retry_after], wire.envelope(refusal.status, str(refusal)))
+            content = self._dialect.refused(refusal.status, wire.envelope(refusal.status, str(refusal)))
+            await self._answer(send, refusal.status, [retry_after], content)
 
     async def _attend(self, send: Send) -> None:
         services, context = self._services, self._context
@@ -143,13 +149,13 @@ class Exchange(Response):
             model=self._asked.model,
             node=wire.node(headers),
             retry=wire.retry_count(headers),
-            sampling=self._dialect.sampling(self._shape(model, None)),
+            sampling=self._endpoint.sampling(self._shape(model, None)),
         )
         self._services.counters.constrained += self._recording.call.sampling.constrained
 
     def _shape(self, model: str, prompt: Prompt | None) -> dict[str, Any]:
         context = self._context
-        return self._dialect.shape(
+        return self._endpoint.shape(
             self._request,
             model=model,
             captured=context is not None,
@@ -165,7 +171,7 @@ class Exchange(Response):
             sent = self._shape(model, prompt)
             headers = wire.request_headers(self._request_headers, None if self._context is None else self._context.id)
             async with services.engine.open(
-                self._dialect.path, orjson.dumps(sent), headers, first_byte_seconds=limits.first_byte_seconds
+                self._endpoint.path, orjson.dumps(sent), headers, first_byte_seconds=limits.first_byte_seconds
             ) as reply:
                 async with asyncio.timeout(limits.total_seconds):
                     if reply.status == 200 and reply.is_events:
@@ -188,7 +194,7 @@ class Exchange(Response):
             await self._fail(send, 502, str(error), "malformed_reply")
 
     async def _prompt(self) -> Prompt | None:
-        if not self._dialect.has_messages:
+        if not self._endpoint.has_messages:
             return None
         services, recording = self._services, self._recording
         history = "exact" if self._context is None else self._context.history
@@ -217,13 +223,15 @@ class Exchange(Response):
             self._services.counters.errors += 1
             await self._finish(CallStatus.ERROR, error=_error_text(reply.status, content))
             status = 502 if 300 <= reply.status < 400 else reply.status
-            await self._answer(send, status, wire.reply_headers(reply.headers), content)
+            refused = self._dialect.refused(status, content)
+            await self._answer(send, status, wire.reply_headers(reply.headers), refused)
             return
         data = _parse(content)
         self._observe(data)
-        stripped = orjson.dumps(_strip(self._dialect.reply, data, self._asked))
+        with _shape_expected():
+            written = self._writer.whole(self._endpoint.reply(data, self._asked))
         await self._finish_ok()
-        await self._answer(send, 200, wire.reply_headers(reply.headers), stripped)
+        await self._answer(send, 200, wire.reply_headers(reply.headers), written)
 
     async def _stream(self, send: Send, reply: EngineStream) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": wire.reply_headers(reply.headers)})
@@ -235,28 +243,29 @@ class Exchange(Response):
             out: list[bytes] = []
             for event in events:
                 if event.data is None:
-                    out.append(sse.encode_comment(event.comment))
+                    out.append(self._writer.comment(event.comment))
                     continue
                 if event.data == sse.DONE:
                     if failure is None:
                         await self._finish_ok()
                     else:
                         await self._finish(CallStatus.ERROR, error=failure)
-                    await self._send_last(send, b"".join([*out, *held, sse.encode(sse.DONE)]))
+                    await self._send_last(send, b"".join([*out, *held, self._writer.end()]))
                     return
                 data = _parse(event.data)
                 if data.get("error"):
                     self._services.counters.errors += 1
                     failure = _error_text(200, event.data)
-                    out += [*held, sse.encode(event.data, event.name)]
+                    out += [*held, self._writer.broken(event.data, event.name)]
                     held = []
                     continue
                 self._observe(data)
-                chunk = _strip(self._dialect.chunk, data, self._asked)
                 last = _last(data, ended)
-                if chunk is not None:
-                    (held if last else out).append(sse.encode(orjson.dumps(chunk), event.name))
-            if out:
+                with _shape_expected():
+                    chunk = self._endpoint.chunk(data, self._asked)
+                    if chunk is not None:
+                        (held if last else out).append(self._writer.chunk(chunk, event.name))
+            if any(out):
                 await self._send_part(send, b"".join(out))
         raise EngineError(failure or "the engine's stream ended before [DONE]", 502, "stream_interrupted")
 
@@ -303,11 +312,11 @@ class Exchange(Response):
         content = wire.envelope(status, message, code=code)
         if not self._started:
             headers = [(b"retry-after", b"1")] if status == 503 else []
-            await self._answer(send, status, headers, content)
+            await self._answer(send, status, headers, self._dialect.refused(status, content))
             return
         # Returning without a last body part makes the server close the connection: no client can take this for an end.
         with suppress(_StuckClientError):
-            await self._send_part(send, sse.encode(content))
+            await self._send_part(send, self._writer.broken(content, b""))
         self._delivered = True
 
     async def _send_part(self, send: Send, content: bytes) -> None:
@@ -345,9 +354,10 @@ def _parse(content: bytes) -> dict[str, Any]:
     return data
 
 
-def _strip(strip: Any, data: dict[str, Any], asked: Asked) -> Any:
+@contextmanager
+def _shape_expected() -> Iterator[None]:
     try:
-        return strip(data, asked)
+        yield
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise _MalformedError(f"the engine's answer has an unknown shape: {error}") from None
 

@@ -55,3 +55,8 @@ class Identity:
     kind: Literal["rollout", "agent", "admin"]
     rollout: RolloutContext | None = None
     policy: str | None = None
+
+    @property
+    def owner(self) -> str:
+        """Whose calls these are: a rollout's own, or those of all who have the key of an app."""
+        return f"rollout {self.rollout.id}" if self.rollout is not None else f"{self.kind} {self.policy or ''}"

@@ -1,4 +1,4 @@
-"""What an exchange uses, as it sees it: the dialect, the policy, the maker of prompts, and the rest by name.
+"""What an exchange uses, as it sees it: the policy, the maker of prompts, and the rest by name.
 
 It refuses to hold behaviour: these are interfaces and one plain record.
 """
@@ -9,35 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from art_backends.proxy.chat import Asked
 from art_backends.proxy.engine_client import EngineClient
-from art_backends.proxy.identity import SamplingOverrides
 from art_backends.proxy.limits import Counters, Gate, Limits
 from art_backends.proxy.prefix import Prompt, RolloutIndex
 from art_backends.proxy.recorder import Recorder
-from art_backends.trajectories import Sampling
-
-
-class Dialect(Protocol):
-    """A wire format; see ``chat.Chat``."""
-
-    path: str
-    has_messages: bool
-
-    def check(self, body: dict[str, Any]) -> None: ...
-    def asked(self, body: dict[str, Any]) -> Asked: ...
-    def shape(
-        self,
-        body: dict[str, Any],
-        *,
-        model: str,
-        captured: bool,
-        overrides: SamplingOverrides | None,
-        prompt: Prompt | None,
-    ) -> dict[str, Any]: ...
-    def sampling(self, sent: dict[str, Any]) -> Sampling: ...
-    def reply(self, data: dict[str, Any], asked: Asked) -> dict[str, Any]: ...
-    def chunk(self, data: dict[str, Any], asked: Asked) -> dict[str, Any] | None: ...
 
 
 class PolicyView(Protocol):

@@ -1,4 +1,4 @@
-"""The server's app: the guard, the control API, and the proxy's three routes. Nothing else is reachable.
+"""The server's app: the guard, the control API, and the proxy's doors. Nothing else is reachable.
 
 It refuses to hold logic: routes are ``control``'s and the proxy's, admission is ``auth``'s.
 """
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from art_backends.errors import ArtError
 from art_backends.proxy.app import Proxy
+from art_backends.proxy.doors import Door
 from art_backends.server.auth import Guard, HostRules, error
 from art_backends.server.control import Control, Services
 
@@ -55,14 +56,12 @@ def build(
         message = f"the engine is being restarted; try again ({problem})"
         return error(503, "engine_restarting", message, {"retry-after": "5"})
 
-    async def chat(request: Request) -> Response:
-        return await away() or await proxy.chat_completions(request, request.state.identity)
+    def through(door: Door) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            refusal = await away() if door.asks_engine else None
+            return refusal or await door.answer(request, request.state.identity)
 
-    async def completions(request: Request) -> Response:
-        return await away() or await proxy.completions(request, request.state.identity)
-
-    async def models(request: Request) -> Response:
-        return await proxy.models(request, request.state.identity)
+        return answer
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -70,16 +69,13 @@ def build(
     application = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{model}", models, methods=["GET"]),
+            *(Route(door.path, through(door), methods=[door.method]) for door in proxy.doors.all),
             *Control(services).routes(),
         ],
         exception_handlers={HTTPException: _refused},
     )
     application.router.redirect_slashes = False
-    return Guard(application, services.sessions, hosts)
+    return Guard(application, services.sessions, hosts, proxy.doors)
 
 
 async def _refused(_: Request, problem: Exception) -> Response:

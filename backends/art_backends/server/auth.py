@@ -1,10 +1,10 @@
 """The guard in front of every route: Host, Origin, framing, the allow-list of paths, the bearer token.
 
 It looks at ``scope["path"]`` and the raw headers only; nothing is derived from a URL that a Host header could bend.
-A path outside the allow-list is 404 before anything else is looked at, so that no route of the engine is reachable.
-Which rollout a call belongs to is decided by the token alone (in the path, else the bearer header); naming another
-one beside it is a 400. A request that says it outlived its rollout's scope is admitted as an agent's call, of no
-rollout.
+A path without a door is 404 before anything else is looked at, so that no route of the engine is reachable. Which
+rollout a call belongs to is decided by the token alone: the one in the path, else the first of the headers' that is
+known here (``Authorization``, ``x-api-key``, ``api-key``); naming another one beside it is a 400. A request that says
+it outlived its rollout's scope is admitted as an agent's call, of no rollout.
 
 It refuses to log tokens, paths that hold one, or headers.
 """
@@ -17,18 +17,19 @@ import re
 import socket
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from art_backends.errors import StoreError
+from art_backends.proxy.doors import Doors
 from art_backends.proxy.identity import Identity
 from art_backends.server.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
 CONTROL = "/control/v1/"
-_MODEL_ROUTES = re.compile(r"/v1/(chat/completions|completions|models(/[^/]+)?)\Z")
-_TOKEN_PATH = re.compile(r"/r/(?P<token>[A-Za-z0-9_-]{16,200})(?P<rest>/v1/.*)\Z")
+_TOKEN_PATH = re.compile(r"/r/(?P<token>[A-Za-z0-9_-]{16,200})(?P<rest>/(v1|openai)/.*)\Z")
+_KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's; the former stands before the latter
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?\Z")
 _ORIGIN = re.compile(r"https?://(?P<host>[^/?#@\s]+)\Z")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -82,10 +83,11 @@ class HostRules:
 class Guard:
     """ASGI middleware; sets ``scope["state"]["identity"]``."""
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, hosts: HostRules) -> None:
+    def __init__(self, app: ASGIApp, sessions: Sessions, hosts: HostRules, doors: Doors) -> None:
         self._app = app
         self._sessions = sessions
         self._hosts = hosts
+        self._doors = doors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -100,7 +102,7 @@ class Guard:
         else:
             await refusal(scope, receive, send)
 
-    async def _admit(self, scope: Scope) -> JSONResponse | None:
+    async def _admit(self, scope: Scope) -> Response | None:
         headers = _Headers(scope)
         path: str = scope["path"]
         refusal = self._check_framing(headers) or self._check_host(headers)
@@ -114,15 +116,21 @@ class Guard:
             scope["path"] = path
             scope["raw_path"] = path.encode()
         control = path.startswith(CONTROL) and in_path is None
-        if not control and _MODEL_ROUTES.match(path) is None:
-            return error(404, "not_found", f"there is no such route here{_INSTEAD if path in _NOT_YET else ''}")
-        return await self._check_token(scope, headers, in_path["token"] if in_path else None, control=control)
+        dialect = self._doors.dialect(path)
+        if not control and dialect is None:
+            return error(404, "not_found", "there is no such route here")
+        refusal = await self._check_token(scope, headers, in_path["token"] if in_path else None, control=control)
+        if refusal is None or dialect is None:
+            return refusal
+        told = dialect.refused(refusal.status_code, bytes(refusal.body))
+        kept = {name: value for name, value in refusal.headers.items() if name != "content-length"}
+        return Response(told, refusal.status_code, kept)
 
     def _check_framing(self, headers: _Headers) -> JSONResponse | None:
         close = {"connection": "close"}
         if headers.count("content-length") and headers.count("transfer-encoding"):
             return error(400, "bad_framing", "Content-Length and Transfer-Encoding exclude each other", close)
-        for name in ("host", "content-length", "transfer-encoding", "authorization", "x-art-rollout-id"):
+        for name in ("host", "content-length", "transfer-encoding", "authorization", *_KEY_HEADERS, "x-art-rollout-id"):
             if headers.count(name) > 1:
                 return error(400, "bad_framing", f"more than one header {name}", close)
         return None
@@ -141,23 +149,25 @@ class Guard:
         self, scope: Scope, headers: _Headers, path_token: str | None, *, control: bool
     ) -> JSONResponse | None:
         scheme, _, bearer = (headers.get("authorization") or "").partition(" ")
-        if scheme.lower() != "bearer":
-            bearer = ""
-        bearer = bearer.strip()
-        token = path_token or bearer
-        if not token:
+        keys = [bearer.strip()] if scheme.lower() == "bearer" else []
+        if not control:
+            keys += [(headers.get(name) or "").strip() for name in _KEY_HEADERS]
+        keys = [key for key in keys if key]
+        if not keys and path_token is None:
             return error(401, "no_token", f"a key is needed, {_WAY}; {_where(control=control)}", _CHALLENGE)
         try:
-            identity = await self._sessions.identify(token)
-            # beside a token in the path, the app's own key is no token of ours and does not matter
-            beside = await self._sessions.identify(bearer) if path_token and bearer else None
+            known = [found for key in keys if (found := await self._sessions.identify(key)) is not None]
+            if path_token is not None:
+                identity = await self._sessions.identify(path_token)
+            else:
+                identity = known[0] if known else None
         except StoreError as problem:
             log.error("a token could not be looked up: %s", problem)
             return error(503, "store_unavailable", "the token cannot be looked up now", {"retry-after": "1"})
         if identity is None:
             message = f"this key is not known here; {_where(control=control)}"
             return error(401, "unknown_token", message, _CHALLENGE)
-        refusal = self._check_identity(headers, identity, beside)
+        refusal = self._check_identity(headers, identity, known)
         if refusal is None and control and identity.kind != "admin":
             refusal = error(403, "admin_only", "the control API needs the admin token")
         if identity.kind == "rollout" and headers.get("x-art-scope-ended") == "1":
@@ -166,30 +176,25 @@ class Guard:
         scope.setdefault("state", {})["identity"] = identity
         return refusal
 
-    def _check_identity(self, headers: _Headers, identity: Identity, beside: Identity | None) -> JSONResponse | None:
+    def _check_identity(self, headers: _Headers, identity: Identity, known: list[Identity]) -> JSONResponse | None:
         mine = identity.rollout.id if identity.rollout is not None else None
         named = headers.get("x-art-rollout-id")
         if named is not None and named != mine:
             return error(400, "rollout_conflict", "the token belongs to another rollout than x-art-rollout-id names")
-        if beside is not None and _owner(beside) != _owner(identity):
-            return error(400, "rollout_conflict", "the token in the path and the bearer token belong to different ones")
+        # a key that is none of ours does not matter beside one that is: it is the app's own
+        if any(other.owner != identity.owner for other in known):
+            return error(400, "rollout_conflict", "the tokens in the path and the headers belong to different ones")
         return None
 
 
-_NOT_YET = frozenset({"/v1/responses", "/v1/messages"})
-_INSTEAD = ": chat completions are what is served (with LangChain's ChatOpenAI: use_responses_api=False)"
 _CHALLENGE = {"www-authenticate": "Bearer"}
-_WAY = "as Authorization: Bearer KEY (OPENAI_API_KEY, or the SDK's api_key)"
+_WAY = "as Authorization: Bearer KEY or x-api-key: KEY (OPENAI_API_KEY or ANTHROPIC_API_KEY, or the SDK's api_key)"
 
 
 def _where(*, control: bool) -> str:
     """Which file has the key, for those who may read it. No path: who asks is not known."""
     whose, kind = ("the control API's", "admin") if control else ("an app's", "agent")
     return f"{whose} key is in the file {kind}.token of the run folder that is served here"
-
-
-def _owner(identity: Identity) -> tuple[str, str | None]:
-    return identity.kind, None if identity.rollout is None else identity.rollout.id
 
 
 class _Headers:

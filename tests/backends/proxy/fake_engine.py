@@ -16,6 +16,7 @@ import openai
 import uvicorn
 from art_backends.errors import StoreError
 from art_backends.proxy.app import Proxy
+from art_backends.proxy.doors import Door
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity, RolloutContext
 from art_backends.proxy.limits import Limits
@@ -381,23 +382,16 @@ async def world(
     }
 
     def who(request: Request) -> Identity:
-        return identities[request.headers["authorization"].removeprefix("Bearer ")]
+        key = request.headers.get("authorization") or request.headers["x-api-key"]
+        return identities[key.removeprefix("Bearer ")]
 
-    async def chat(request: Request) -> Response:
-        return await proxy.chat_completions(request, who(request))
+    def through(door: Door) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await door.answer(request, who(request))
 
-    async def completions(request: Request) -> Response:
-        return await proxy.completions(request, who(request))
+        return answer
 
-    async def models(request: Request) -> Response:
-        return await proxy.models(request, who(request))
-
-    routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{model:path}", models),
-    ]
+    routes = [Route(door.path, through(door), methods=[door.method]) for door in proxy.doors.all]
     async with serving(Starlette(routes=routes)) as port:
         made = World(engine, store, policy, proxy, identities, f"http://127.0.0.1:{port}", port, engine_url, [])
         try:

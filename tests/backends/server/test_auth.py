@@ -101,12 +101,47 @@ async def test_who_has_no_key_is_told_which_file_has_it(start: Any) -> None:
                 await sdk.models.list()
 
 
-async def test_a_dialect_that_is_not_served_is_told_with_the_one_that_is(start: Any) -> None:
-    async with start() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.agent) as sdk:
-        with pytest.raises(
-            openai.NotFoundError, match=r"chat completions are what is served .*use_responses_api=False"
-        ):
-            await sdk.responses.create(model="m", input="x")
+@pytest.mark.parametrize("header", ["x-api-key", "api-key"])
+async def test_a_key_may_stand_where_other_sdks_put_it(start: Any, header: str) -> None:
+    async with start() as server:
+        rollout, another = await server.open(), await server.open()
+
+        async def ask(path: str = "/v1/models", **headers: str) -> httpx.Response:
+            return await server.http.get(path, headers={name.replace("_", "-"): key for name, key in headers.items()})
+
+        assert (await ask(**{header: server.agent})).status_code == 200
+        assert (await ask(**{header: "sk-of-somewhere-else"})).status_code == 401
+        # a key of another service beside one of ours is the app's own business
+        assert (await ask(**{header: rollout.token}, **OTHER)).status_code == 200
+        assert (await ask(f"/r/{rollout.token}/v1/models", **{header: "sk-mine"})).status_code == 200
+        for path, beside in (("/v1/models", f"Bearer {rollout.token}"), (f"/r/{rollout.token}/v1/models", "")):
+            refused = await ask(path, authorization=beside, **{header: another.token})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "rollout_conflict")
+        assert (await ask("/control/v1/status", **{header: server.admin})).status_code == 401, "control: bearer alone"
+        twice = await raw(server, f"GET /v1/models HTTP/1.1\nhost: localhost\n{header}: a\n{header}: b\n\n")
+        assert twice[0] == 400
+
+
+async def test_each_dialect_has_its_doors_and_its_words_for_a_refusal(start: Any) -> None:
+    async with start() as server:
+        key = {"authorization": f"Bearer {server.agent}"}
+        message = {"model": "m", "max_tokens": 5, "messages": CHAT["messages"]}
+        for path, body in {
+            "/openai/deployments/gpt-4o/chat/completions?api-version=2024-10-21": {"messages": CHAT["messages"]},
+            "/openai/v1/chat/completions": CHAT,
+            "/v1/messages": message,
+            "/v1/responses": {"model": "m", "input": "hi"},
+            "/openai/responses": {"model": "m", "input": "hi"},
+        }.items():
+            assert (await server.http.post(path, json=body, headers=key)).status_code == 200, path
+            refused = await server.http.post(path, json=body)
+            assert refused.status_code == 401
+            said = refused.json()
+            if path == "/v1/messages":
+                assert (said["type"], said["error"]["type"]) == ("error", "authentication_error")
+            else:
+                assert said["error"]["code"] == "no_token"
+            assert refused.headers["www-authenticate"] == "Bearer"
 
 
 async def test_host_and_origin(start: Any) -> None:

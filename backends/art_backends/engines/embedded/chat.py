@@ -77,9 +77,12 @@ class Chat:
                     first: dict[str, Any] = {**base, "choices": [_first_choice(index)]}
                     if body.return_token_ids:
                         first["prompt_token_ids"] = prompt
+                    if body.continuous_usage:
+                        first["usage"] = usage(len(prompt), 0)
                     yield first
                 for choice in self._chunk_choices(index, piece, calls[index]):
-                    yield {**base, "choices": [choice]}
+                    so_far = {"usage": usage(len(prompt), sampled)} if body.continuous_usage else {}
+                    yield {**base, "choices": [choice], **so_far}
                 calls[index] += len(piece.calls)
         if body.include_usage:
             yield {**base, "choices": [], "usage": usage(len(prompt), sampled)}
