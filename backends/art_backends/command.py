@@ -105,7 +105,7 @@ class Command:
                 raise
             finally:
                 transport.close()
-            code = transport.get_returncode()
+            code = transport.get_returncode() or 0
             stdout, stderr = (program.output[fd].decode(errors="replace") for fd in (1, 2))
             if code != 0:
                 raise CommandError(_failure(code, stderr))

@@ -23,6 +23,21 @@ from art_backends.errors import ConfigError
 from art_backends.problems import problem
 
 
+class Provider(BaseModel):
+    """A provider that is asked for models which are not the policy's: ``[[providers]]`` of a settings file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="its name in records and errors")
+    url: str = Field(
+        pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$",
+        description="its address, for example https://api.openai.com/v1",
+    )
+    format: Literal["openai", "anthropic"] = Field("openai", description="the formats that it speaks")
+    models: list[str] = Field(default_factory=lambda: ["*"], description="names of its models; * stands for anything")
+    key_env: str | None = Field(None, description="variable of the server's environment that holds its key")
+
+
 class TrainConfig(BaseModel):
     """Everything a run can be told. Each field's description is its help text."""
 
@@ -42,6 +57,9 @@ class TrainConfig(BaseModel):
     )
     models: list[str] = Field(
         default_factory=list, description="model names of the app that this policy answers for (empty: all)"
+    )
+    providers: list[Provider] = Field(
+        default_factory=list, description="providers of other models that apps ask the server for"
     )
     nodes: list[str] = Field(
         default_factory=list,
@@ -174,6 +192,7 @@ _OPTIONS = "command line"
 # What whoever loads the model goes by; the adapter's shape with it, because all versions of a folder share one.
 MODEL_SETTINGS = frozenset({"base_model", "init_adapter", "chat_template", "rank", "alpha", "rslora", "target_modules"})
 MODEL_SETTINGS |= {"device", "dtype", "threads", "max_model_len"}
+FILE_ONLY = frozenset({"providers"})  # tables: they have no option
 
 
 def make_config(
@@ -222,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, only: Collection[str] | No
 
     Options that are not given do not appear in the namespace.
     """
-    names = [name for name in TrainConfig.model_fields if only is None or name in only]
+    names = [name for name in TrainConfig.model_fields if (only is None or name in only) and name not in FILE_ONLY]
     for name in names:
         _add_option(parser, name, TrainConfig.model_fields[name])
     return frozenset(_option(name) for name in TrainConfig.model_fields if name not in names)

@@ -31,7 +31,9 @@ from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.limits import Counters, Gate, Limits
 from art_backends.proxy.messages import Messages
+from art_backends.proxy.passthrough import PassThrough
 from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
+from art_backends.proxy.providers import Providers, Upstream
 from art_backends.proxy.recorder import CallStore, Recorder
 from art_backends.proxy.responses import Responses
 from art_backends.proxy.services import PolicyView, Services
@@ -86,12 +88,19 @@ class Proxy:
     """See the module. Lives in one event loop."""
 
     def __init__(
-        self, engine: EngineClient, store: CallStore, *, policy: PolicyView, limits: Limits | None = None
+        self,
+        engine: EngineClient,
+        store: CallStore,
+        *,
+        policy: PolicyView,
+        limits: Limits | None = None,
+        providers: Providers | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.counters = Counters()
         self._engine = engine
         self._policy = policy
+        self._providers = providers or Providers()
         self._gate = Gate(self.limits, self.counters)
         self._recorder = Recorder(store, self.limits, self.counters)
         self._prefixers: dict[str, Prefixer] = {}
@@ -113,17 +122,17 @@ class Proxy:
         untranslated: dict[str, Dialect] = {"chat/completions": chat, "completions": completions}
         for base in ("/v1", "/openai/v1"):  # the latter: Azure's
             for path, dialect in [*untranslated.items(), ("responses", responses)]:
-                yield Door("POST", f"{base}/{path}", self._calls(dialect), dialect)
+                yield Door("POST", f"{base}/{path}", self._calls(path, dialect), dialect)
             yield Door("POST", f"{base}/responses/input_tokens", self._counts(responses), responses)
             yield Door("GET", f"{base}/responses/{{id}}", responses.retrieve, responses, asks_engine=False)
             yield Door("DELETE", f"{base}/responses/{{id}}", responses.delete, responses, asks_engine=False)
             yield Door("GET", f"{base}/models", self._models, chat, asks_engine=False)
             yield Door("GET", f"{base}/models/{{model:path}}", self._models, chat, asks_engine=False)
-        yield Door("POST", "/v1/messages", self._calls(messages), messages)
+        yield Door("POST", "/v1/messages", self._calls("messages", messages), messages)
         yield Door("POST", "/v1/messages/count_tokens", self._counts(messages), messages)
-        yield Door("POST", "/openai/responses", self._calls(responses), responses)
+        yield Door("POST", "/openai/responses", self._calls("responses", responses), responses)
         for path, dialect in untranslated.items():  # Azure's deployments
-            yield Door("POST", f"/openai/deployments/{{model}}/{path}", self._calls(dialect), dialect)
+            yield Door("POST", f"/openai/deployments/{{model}}/{path}", self._calls(path, dialect), dialect)
 
     async def _models(self, request: Request, identity: Identity) -> Response:
         """The list of models and, with a path parameter ``model``, one of them."""
@@ -170,18 +179,30 @@ class Proxy:
 
     # inside
 
-    def _calls(self, dialect: Dialect) -> Answer:
-        """A model is called."""
+    def _calls(self, path: str, dialect: Dialect) -> Answer:
+        """A model is called: the policy's, or a provider's at ``/v1/path``."""
 
         async def answer(request: Request, identity: Identity) -> Response:
+            headers = list(request.headers.items())
             try:
-                body, writer = dialect.read(await self._body(request), identity.owner)
+                asked = await self._body(request)
+                upstream = self._upstream(asked["model"], dialect)
+                if upstream is not None:
+                    return PassThrough(
+                        self._services,
+                        upstream=upstream,
+                        dialect=dialect,
+                        identity=identity,
+                        path=f"/v1/{path}",
+                        body=asked,
+                        headers=headers,
+                    )
+                body, writer = dialect.read(asked, identity.owner)
                 dialect.endpoint.check(body)
             except wire.BadRequestError as error:
                 return self._refused(error, dialect)
             except ClientDisconnect:
                 return self._gone()
-            headers = list(request.headers.items())
             return Exchange(
                 self._services, dialect=dialect, identity=identity, body=body, writer=writer, headers=headers
             )
@@ -193,7 +214,10 @@ class Proxy:
 
         async def answer(request: Request, identity: Identity) -> Response:
             try:
-                body, _ = dialect.read({"max_tokens": 1, **await self._body(request)}, identity.owner)
+                asked = await self._body(request)
+                if self._upstream(asked["model"], dialect) is not None:
+                    raise wire.BadRequestError("the tokens of a provider's model cannot be counted here", param="model")
+                body, _ = dialect.read({"max_tokens": 1, **asked}, identity.owner)
                 dialect.endpoint.check(body)
                 prompt = await self._prompt(body, "template", None)
                 ids = await self._renderer.tokenize(
@@ -223,20 +247,25 @@ class Proxy:
         return Response(status_code=_CLIENT_GONE)
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The request's body, with a model that the policy answers for."""
+        """The request's body, checked as far as all dialects are alike."""
         given = await self._read(request)
         deployment = request.path_params.get("model")
         if deployment is not None and isinstance(given, dict):
             given.setdefault("model", deployment)
-        body = wire.check_body(given, n_limit=self.limits.n)
-        if not self._policy.answers(body["model"]):
-            raise wire.BadRequestError(
-                f"the model {body['model']!r} does not exist: no policy answers for it",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return body
+        return wire.check_body(given, n_limit=self.limits.n)
+
+    def _upstream(self, model: str, dialect: Dialect) -> Upstream | None:
+        """The provider that a model's calls go to; None where the policy answers for it. BadRequestError if nobody."""
+        if self._policy.claims(model):
+            return None
+        upstream = self._providers.find(model, dialect.form)
+        if upstream is not None or self._policy.answers(model):
+            return upstream
+        formats = " and ".join(self._providers.formats(model))
+        why = f"its provider is asked in {formats}'s format only" if formats else "no policy answers for it"
+        raise wire.BadRequestError(
+            f"the model {model!r} does not exist: {why}", status=404, param="model", code="model_not_found"
+        )
 
     async def _read(self, request: Request) -> Any:
         limit = self.limits.body_bytes

@@ -18,8 +18,9 @@ import orjson
 from art_backends.proxy import sse
 from art_backends.proxy.chat import Asked
 from art_backends.proxy.identity import SamplingOverrides
+from art_backends.proxy.outcome import Assembler
 from art_backends.proxy.prefix import Prompt
-from art_backends.trajectories import Sampling
+from art_backends.trajectories import Choice, Sampling
 
 
 class Endpoint(Protocol):
@@ -68,10 +69,27 @@ class Writer(Protocol):
         ...
 
 
+class Listener(Protocol):
+    """Hears an answer that a provider gives in this dialect, as it passes."""
+
+    def whole(self, content: bytes) -> None:
+        """The body of an answer that is no stream."""
+        ...
+
+    def event(self, data: bytes) -> None:
+        """The data of an event of a stream."""
+        ...
+
+    def choices(self) -> list[Choice]:
+        """What was said, as chat messages; none if the answer was not whole."""
+        ...
+
+
 class Dialect(Protocol):
-    """A wire format of clients."""
+    """A wire format of clients. ``form`` says whose it is: "openai" or "anthropic"."""
 
     endpoint: Endpoint
+    form: str
 
     def read(self, body: dict[str, Any], owner: str) -> tuple[dict[str, Any], Writer]:
         """The endpoint's request, and the writer of the answer. BadRequestError if it cannot be one.
@@ -84,9 +102,15 @@ class Dialect(Protocol):
         """The body of an error reply, given in OpenAI's envelope."""
         ...
 
+    def listener(self) -> Listener:
+        """For one answer of a provider."""
+        ...
+
 
 class Plain:
     """The dialect of an endpoint itself: nothing is translated."""
+
+    form = "openai"
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -98,6 +122,10 @@ class Plain:
     def refused(self, status: int, content: bytes) -> bytes:
         """The error as it is."""
         return content
+
+    def listener(self) -> Listener:
+        """For one answer of a provider."""
+        return _Heard()
 
 
 class _AsItIs:
@@ -115,3 +143,19 @@ class _AsItIs:
 
     def end(self) -> bytes:
         return sse.encode(sse.DONE)
+
+
+class _Heard:
+    def __init__(self) -> None:
+        self._assembler = Assembler()
+
+    def whole(self, content: bytes) -> None:
+        self._assembler.add(orjson.loads(content))
+
+    def event(self, data: bytes) -> None:
+        if data != sse.DONE:
+            self._assembler.add(orjson.loads(data))
+
+    def choices(self) -> list[Choice]:
+        found = self._assembler.outcome().choices
+        return found if all(choice.finish_reason is not None for choice in found) else []

@@ -1,8 +1,8 @@
 """The one client of an engine: HTTP over a Unix socket or to a URL, streams included.
 
 Limits are generous (no time limit of its own, any number of connections): deadlines belong to the caller. Nothing is
-ever sent twice: whether a call may be repeated is for the agent's SDK to decide. Redirects are not followed, proxies
-of the environment and cookies are ignored, replies are asked for uncompressed.
+ever sent twice: whether a call may be repeated is for the agent's SDK to decide. Redirects are not followed, cookies
+and (unless asked for) proxies of the environment are ignored, replies are asked for uncompressed.
 
 It refuses to interpret the replies of ``/v1/chat/completions``: a status is data, only the lack of a reply raises.
 """
@@ -73,6 +73,12 @@ class EngineStream:
                 parts.append(part)
         return b"".join(parts)
 
+    async def next_read(self, idle_seconds: float | None = None) -> bytes:
+        """The bytes of the next read, as they are; none at the end. TimeoutError, EngineError."""
+        with _failures():
+            async with asyncio.timeout(idle_seconds):
+                return await self._response.content.readany()
+
     async def drain(self, seconds: float = 1.0) -> None:
         """Read what is left of a body that has nothing more to say, so that its connection can be used again."""
         try:
@@ -89,9 +95,7 @@ class EngineStream:
         TimeoutError after ``idle_seconds`` without a read; EngineError if the connection breaks; EventTooLargeError.
         """
         while True:
-            with _failures():
-                async with asyncio.timeout(idle_seconds):
-                    read = await self._response.content.readany()
+            read = await self.next_read(idle_seconds)
             if not read:
                 return None
             events = self._splitter.feed(read)
@@ -123,8 +127,12 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
         event_bytes: int = 64 * 1024 * 1024,
         reply_bytes: int = 256 * 1024 * 1024,
+        trust_env: bool = False,
     ) -> None:
-        """Exactly one of ``uds`` (path of a socket) and ``url`` (scheme, host, port; a path prefix is kept)."""
+        """Exactly one of ``uds`` (path of a socket) and ``url`` (scheme, host, port; a path prefix is kept).
+
+        ``trust_env``: go through the proxies that the environment names.
+        """
         if (uds is None) == (url is None):
             raise ValueError("exactly one of uds and url")
         self._uds = uds
@@ -132,6 +140,7 @@ class EngineClient:
         self._own_headers = dict(headers or {})
         self._event_bytes = event_bytes
         self._reply_bytes = reply_bytes
+        self._trust_env = trust_env
         self._session: aiohttp.ClientSession | None = None
         self._tokenizer: dict[str, Any] | None = None
 
@@ -151,7 +160,7 @@ class EngineClient:
                 read_bufsize=READ_BYTES,
                 max_line_size=_HEADER_BYTES,
                 max_field_size=_HEADER_BYTES,
-                trust_env=False,
+                trust_env=self._trust_env,
                 json_serialize=lambda value: orjson.dumps(value).decode(),
             )
         return self._session

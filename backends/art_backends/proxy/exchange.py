@@ -1,8 +1,8 @@
 """One call from request to answer, whatever its dialect: gate, intent, prompt, engine, outcome, answer.
 
-An ``Exchange`` is an ASGI response. It watches the client: when that goes away, the request to the engine is aborted
-and the call recorded as cancelled. The end of an answer (the whole reply, or the last chunk and ``[DONE]`` of a
-stream) is sent only after the outcome is durable, so an agent that goes on has a recorded past.
+When the client goes away, the request to the engine is aborted and the call recorded as cancelled. The end of an answer
+(the whole reply, or the last chunk and what ends a stream) is sent only after the outcome is durable, so an agent that
+goes on has a recorded past.
 
 It refuses to send anything twice, to hide a failure (a broken stream ends with an error event and a closed
 connection, never with ``[DONE]``), and to let trouble of the capture reach the agent.
@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import orjson
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
+from art_backends.proxy.attended import Attended
 from art_backends.proxy.dialect import Dialect, Writer
 from art_backends.proxy.engine_client import EngineStream, parse_json
 from art_backends.proxy.identity import Identity, RolloutContext
@@ -46,7 +46,7 @@ class _MalformedError(ValueError):
     """The engine's answer is not what its status and type say."""
 
 
-class Exchange(Response):
+class Exchange(Attended):
     """See the module. ``body`` is the endpoint's request that the dialect has read, ``writer`` what came with it."""
 
     def __init__(
@@ -73,24 +73,6 @@ class Exchange(Response):
         self._context: RolloutContext | None = None
         self._recording: Recording | None = None
         self._prompt_facts: dict[str, Any] = {}
-        self._started = False  # the client has a status line
-        self._delivered = False  # the client has everything
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._work(send))
-        watch = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not self._delivered:
-                work.cancel("the client went away")
-            await asyncio.wait((work,))
-        finally:
-            watch.cancel()
-            if not work.done():  # the server itself is being stopped
-                work.cancel("the server is stopping")
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
 
     # the way of a call
 
@@ -234,8 +216,7 @@ class Exchange(Response):
         await self._answer(send, 200, wire.reply_headers(reply.headers), written)
 
     async def _stream(self, send: Send, reply: EngineStream) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": wire.reply_headers(reply.headers)})
-        self._started = True
+        await self._start(send, 200, wire.reply_headers(reply.headers))
         held: list[bytes] = []  # from a choice's last chunk on: sent when the outcome is durable
         ended: set[int] = set()  # choices whose last chunk is held
         failure: str | None = None
@@ -325,23 +306,6 @@ class Exchange(Response):
                 await send({"type": "http.response.body", "body": content, "more_body": True})
         except TimeoutError:
             raise _StuckClientError from None
-
-    async def _answer(self, send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
-        headers = [*headers, (b"content-length", str(len(content)).encode())]
-        if not any(name == b"content-type" for name, _ in headers):
-            headers.append((b"content-type", b"application/json"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        self._started = True
-        await self._send_last(send, content)
-
-    async def _send_last(self, send: Send, content: bytes) -> None:
-        await send({"type": "http.response.body", "body": content, "more_body": False})
-        self._delivered = True
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _parse(content: bytes) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Counters:
 
     calls: int = 0  # requests that passed the checks
     captured: int = 0  # outcomes that reached the store
+    passed: int = 0  # calls for other models, which went to their provider
     unattributed: int = 0  # served for no rollout, content not kept
     apps: int = 0  # of those, answered for an app: with no rollout's token
     late: int = 0  # served for a rollout that had closed

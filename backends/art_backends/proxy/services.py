@@ -30,8 +30,12 @@ class PolicyView(Protocol):
         """For the length of a call: the version stays loaded. Gives the engine's name for it."""
         ...
 
+    def claims(self, model: str) -> bool:
+        """Whether this model name of an app is its own by name."""
+        ...
+
     def answers(self, model: str) -> bool:
-        """Whether it answers for this model name of an app."""
+        """Whether it answers for this model name of an app, where no provider does."""
         ...
 
 

@@ -198,6 +198,11 @@ def cleaned(body: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key not in _BODY_DROPPED and key not in _ENGINE_DROPPED}
 
 
+def without_addresses(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the body without what would choose or authorise an upstream."""
+    return {key: value for key, value in body.items() if key not in _BODY_DROPPED}
+
+
 def constrained(body: Mapping[str, Any]) -> bool:
     """Whether a grammar, or a change of the distribution that nobody can recompute, is in force."""
     form = body.get("response_format")

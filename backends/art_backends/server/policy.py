@@ -38,10 +38,14 @@ class PolicyTable:
     def answers(self, model: str) -> bool:
         """Whether calls for this model name are this policy's: any name if it has no list, its own names always, and
         those of its versions as long as they are loaded."""
+        return self.claims(model) or (not self.models and self.number(model) is None)
+
+    def claims(self, model: str) -> bool:
+        """Whether a model name is this policy's in so many words, whatever providers there are."""
         number = self.number(model)
         if number is not None:
             return number in self.loaded
-        return not self.models or model in self.models or model == self.name
+        return model in self.models or model == self.name
 
     def number(self, version: str) -> int | None:
         return version_number(self.name, version)

@@ -32,6 +32,7 @@ from art_backends.errors import AdapterError, ConfigError, EngineError, ServerEr
 from art_backends.proxy.app import Proxy
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
+from art_backends.proxy.providers import Providers
 from art_backends.server import app, origin, probe
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
@@ -202,7 +203,9 @@ async def _parts(
             store=store, policies=policies, adapters=adapters, engine=engine, worker=worker, versions=folder.versions
         )
         stack.push_async_callback(steps.aclose)
-        proxy = Proxy(engine, store, policy=policies)
+        providers = Providers(config.providers)
+        stack.push_async_callback(providers.aclose)
+        proxy = Proxy(engine, store, policy=policies, providers=providers)
         sessions.on_closed = proxy.forget
 
         async def restarted() -> None:

@@ -20,6 +20,7 @@ from art_backends.proxy.doors import Door
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity, RolloutContext
 from art_backends.proxy.limits import Limits
+from art_backends.proxy.providers import Providers
 from art_backends.trajectories import Call, Purpose
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -281,6 +282,9 @@ class Policy:
     def version_of(self, model: str) -> str:
         return model if model.startswith("policy@") else f"policy@{self.newest}"
 
+    def claims(self, model: str) -> bool:
+        return model in self.models
+
     def answers(self, model: str) -> bool:
         return not self.models or model in self.models
 
@@ -369,11 +373,15 @@ async def serving(app: Any) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def world(
-    engine_url: str, engine: FakeEngine, limits: Limits | None = None, **context: Any
+    engine_url: str,
+    engine: FakeEngine,
+    limits: Limits | None = None,
+    providers: Providers | None = None,
+    **context: Any,
 ) -> AsyncIterator[World]:
     store, policy = MemoryStore(), Policy()
     client = EngineClient(url=engine_url)
-    proxy = Proxy(client, store, policy=policy, limits=limits)
+    proxy = Proxy(client, store, policy=policy, limits=limits, providers=providers)
     train = RolloutContext("r1", "policy", "policy@3", **context)
     identities = {
         "train": Identity("rollout", train),

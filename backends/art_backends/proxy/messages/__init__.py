@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 
 from art_backends.proxy.chat import Chat
-from art_backends.proxy.dialect import Endpoint, Writer
+from art_backends.proxy.dialect import Endpoint, Listener, Writer
 from art_backends.proxy.messages import reply
+from art_backends.proxy.messages.heard import Heard
 from art_backends.proxy.messages.request import chat_request
 
 
@@ -22,6 +23,7 @@ class Messages:
     """The dialect of ``/v1/messages``."""
 
     endpoint: Endpoint
+    form = "anthropic"
 
     def __init__(self) -> None:
         self.endpoint = Chat(stop_reason=True)
@@ -33,6 +35,10 @@ class Messages:
     def refused(self, status: int, content: bytes) -> bytes:
         """The error in Anthropic's envelope."""
         return orjson.dumps(reply.error(status, content))
+
+    def listener(self) -> Listener:
+        """For one answer of a provider."""
+        return Heard()
 
     def counted(self, tokens: int) -> bytes:
         """The answer to ``/v1/messages/count_tokens``."""

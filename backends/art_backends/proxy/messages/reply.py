@@ -18,7 +18,7 @@ import orjson
 
 from art_backends.proxy import sse
 
-_STOPS = {
+STOPS = {
     "stop": "end_turn",
     "length": "max_tokens",
     "tool_calls": "tool_use",
@@ -185,7 +185,7 @@ class Reply:
     def _end(self, *, refused: bool) -> dict[str, Any]:
         if isinstance(self._stop, str) and self._finish == "stop":
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
-        reason = "refusal" if refused else _STOPS.get(self._finish or "", "end_turn")
+        reason = "refusal" if refused else STOPS.get(self._finish or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _counts(self) -> dict[str, Any]:

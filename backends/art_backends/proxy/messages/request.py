@@ -6,7 +6,7 @@ assistant's message. An assistant's message at the end is gone on with. Fields t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import orjson
@@ -83,7 +83,7 @@ def _messages(message: Any, where: str) -> list[Message]:
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
         _refuse("messages", f"{where}: the content is a text or a list of blocks")
     if role == "assistant":
-        return [_assistant(content, where)]
+        return [assistant(content, where)]
     results = [_result(block, where) for block in content if block.get("type") == "tool_result"]
     rest = [block for block in content if block.get("type") != "tool_result"]
     if not rest and results:
@@ -91,7 +91,8 @@ def _messages(message: Any, where: str) -> list[Message]:
     return [*results, {"role": role, "content": _content(rest, where)}]
 
 
-def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
+def assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+    """The blocks that a model said as a chat message. BadRequestError for one that this model cannot have said."""
     message: Message = {"role": "assistant", "content": None}
     for block in blocks:
         kind = block.get("type")

@@ -17,9 +17,10 @@ from starlette.responses import JSONResponse, Response
 
 from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
-from art_backends.proxy.dialect import Endpoint, Writer
+from art_backends.proxy.dialect import Endpoint, Listener, Writer
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.responses import request as reading
+from art_backends.proxy.responses.heard import Heard
 from art_backends.proxy.responses.memory import Memory
 from art_backends.proxy.responses.reply import Reply
 
@@ -28,6 +29,7 @@ class Responses:
     """The dialect of ``/v1/responses``."""
 
     endpoint: Endpoint
+    form = "openai"
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.endpoint = Chat()
@@ -42,6 +44,10 @@ class Responses:
     def refused(self, status: int, content: bytes) -> bytes:
         """The error as it is: the envelope is the same."""
         return content
+
+    def listener(self) -> Listener:
+        """For one answer of a provider."""
+        return Heard()
 
     def counted(self, tokens: int) -> bytes:
         """The answer to ``/v1/responses/input_tokens``."""

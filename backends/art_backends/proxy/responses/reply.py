@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -139,7 +139,24 @@ class Reply:
         if usage is not None:
             response["usage"] = _usage(usage)
         if self._keep is not None:
-            self._keep(response, items.message())
+            self._keep(response, as_message(items.found))
+
+
+def as_message(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The items of a response as the one chat message that they are; what is no text, thought or call is left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for item in items:
+        if item["type"] == "message":
+            text = "".join(part.get("text") or part.get("refusal") or "" for part in item["content"])
+            message["content"] = (message["content"] or "") + text
+        elif item["type"] == "reasoning":
+            parts = item.get("content") or item.get("summary") or ()
+            message["reasoning"] = message.get("reasoning", "") + "".join(part["text"] for part in parts)
+        elif item["type"] == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+    return message
 
 
 class _Items:
@@ -187,22 +204,6 @@ class _Items:
         for item in self._calls.values():
             if item["status"] == "in_progress":
                 self._done(item, cut=cut and item is last)
-
-    def message(self) -> dict[str, Any]:
-        """The items as the one chat message that they are."""
-        message: dict[str, Any] = {"role": "assistant", "content": None}
-        for item in self.found:
-            if item["type"] == "message":
-                text = "".join(part.get("text") or part.get("refusal") or "" for part in item["content"])
-                message["content"] = (message["content"] or "") + text
-            elif item["type"] == "reasoning":
-                thoughts = "".join(part["text"] for part in item["content"])
-                message["reasoning"] = message.get("reasoning", "") + thoughts
-            else:
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
-        return message
 
     def _one(self, kind: str, empty: Item, prefix: str) -> Item:
         if self._open is None or self._open["type"] != kind:

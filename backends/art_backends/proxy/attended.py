@@ -1,0 +1,62 @@
+"""A call that is watched: when its client goes away, or the server stops, the work for it ends.
+
+It refuses to know what the work is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+
+class Attended(Response):
+    """An ASGI response whose answer is made by ``_work``, which is cancelled when nobody waits for it any more.
+
+    ``_delivered`` is set once the client has everything: then its leaving means nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = False  # the client has a status line
+        self._delivered = False  # the client has everything
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(send))
+        watch = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not self._delivered:
+                work.cancel("the client went away")
+            await asyncio.wait((work,))
+        finally:
+            watch.cancel()
+            if not work.done():  # the server itself is being stopped
+                work.cancel("the server is stopping")
+            await asyncio.gather(work, watch, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _work(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _answer(self, send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
+        headers = [*headers, (b"content-length", str(len(content)).encode())]
+        if not any(name == b"content-type" for name, _ in headers):
+            headers.append((b"content-type", b"application/json"))
+        await self._start(send, status, headers)
+        await self._send_last(send, content)
+
+    async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        self._started = True
+
+    async def _send_last(self, send: Send, content: bytes) -> None:
+        await send({"type": "http.response.body", "body": content, "more_body": False})
+        self._delivered = True
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

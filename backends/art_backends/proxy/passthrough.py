@@ -1,0 +1,171 @@
+"""A call for a model that is not the policy's: to its provider and back, byte for byte, and heard on the way.
+
+A rollout's call is recorded as text: what was asked and said, excluded from training as ``provider``. What it says is
+context for the policy, and may be worked examples one day. It refuses to change an answer, to send a request twice, and
+to let trouble of the record reach the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.types import Send
+
+from art_backends.errors import EngineError
+from art_backends.proxy import sse, wire
+from art_backends.proxy.attended import Attended
+from art_backends.proxy.dialect import Dialect
+from art_backends.proxy.engine_client import EngineStream
+from art_backends.proxy.identity import Identity
+from art_backends.proxy.limits import Overloaded
+from art_backends.proxy.providers import Upstream
+from art_backends.proxy.recorder import Recording
+from art_backends.proxy.services import Services
+from art_backends.trajectories import CallStatus, CaptureLevel, Choice, Sampling
+
+log = logging.getLogger(__name__)
+
+_ERROR_TEXT = 1000  # characters of an error kept in the record
+
+
+class PassThrough(Attended):
+    """See the module. ``path`` is the provider's, ``body`` the client's own request."""
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        upstream: Upstream,
+        dialect: Dialect,
+        identity: Identity,
+        path: str,
+        body: dict[str, Any],
+        headers: list[tuple[str, str]],
+    ) -> None:
+        super().__init__()
+        self._services = services
+        self._upstream = upstream
+        self._dialect = dialect
+        self._identity = identity
+        self._path = path
+        self._request = body
+        self._request_headers = headers
+        self._listener = dialect.listener()
+        self._recording: Recording | None = None
+
+    async def _work(self, send: Send) -> None:
+        services, context = self._services, self._identity.rollout
+        attributed = context is not None and not context.closed
+        try:
+            async with services.gate:
+                services.running[id(self)] = context.id if context and attributed else None, time.monotonic()
+                services.counters.passed += 1
+                try:
+                    if context is not None and attributed:
+                        self._recording = await services.recorder.begin(
+                            context,
+                            request=self._as_chat(),
+                            model=self._request["model"],
+                            node=wire.node(dict(self._request_headers)),
+                            retry=wire.retry_count(dict(self._request_headers)),
+                            sampling=Sampling(),
+                        )
+                    await self._attend(send)
+                finally:
+                    del services.running[id(self)]
+                    if self._recording is not None:
+                        services.recorder.end(self._recording)
+        except Overloaded as refusal:
+            content = self._dialect.refused(refusal.status, wire.envelope(refusal.status, str(refusal)))
+            await self._answer(send, refusal.status, [(b"retry-after", str(refusal.retry_after).encode())], content)
+
+    def _as_chat(self) -> dict[str, Any]:
+        """The request as the record has it: as a chat completion, if it can be one."""
+        try:
+            return self._dialect.read(self._request, self._identity.owner)[0]
+        except wire.BadRequestError:
+            return self._request
+
+    async def _attend(self, send: Send) -> None:
+        limits = self._services.limits
+        headers = wire.request_headers(self._request_headers, None)
+        content = orjson.dumps(wire.without_addresses(self._request))
+        try:
+            async with self._upstream.client.open(
+                self._path, content, headers, first_byte_seconds=limits.first_byte_seconds
+            ) as reply:
+                async with asyncio.timeout(limits.total_seconds):
+                    if reply.status == 200 and reply.is_events:
+                        await self._stream(send, reply)
+                    else:
+                        await self._whole(send, reply)
+        except asyncio.CancelledError:
+            if not self._delivered:
+                self._services.counters.cancelled += 1
+                await asyncio.shield(self._finish(CallStatus.CANCELLED))
+            raise
+        except (EngineError, TimeoutError) as error:
+            status = error.status if isinstance(error, EngineError) else 504
+            said = str(error) if isinstance(error, EngineError) else "it did not answer in time"
+            await self._fail(send, status, said.replace("the engine", "it"))
+
+    async def _whole(self, send: Send, reply: EngineStream) -> None:
+        content = await reply.read()
+        if reply.status == 200:
+            self._hear(self._listener.whole, content)
+            await self._finish(CallStatus.OK)
+        else:
+            said = content[:_ERROR_TEXT].decode(errors="replace")
+            await self._finish(CallStatus.ERROR, error=f"{self._upstream.name}: {reply.status} {said}"[:_ERROR_TEXT])
+        status = 502 if 300 <= reply.status < 400 else reply.status
+        await self._answer(send, status, wire.reply_headers(reply.headers), content)
+
+    async def _stream(self, send: Send, reply: EngineStream) -> None:
+        limits = self._services.limits
+        splitter = sse.Splitter(limits.event_bytes)
+        await self._start(send, 200, wire.reply_headers(reply.headers))
+        before = b""  # the last read is held until the outcome is durable
+        while read := await reply.next_read(limits.idle_seconds):
+            if before:
+                async with asyncio.timeout(limits.write_seconds):
+                    await send({"type": "http.response.body", "body": before, "more_body": True})
+            before = read
+            for event in splitter.feed(read):
+                if event.data is not None:
+                    self._hear(self._listener.event, event.data)
+        await self._finish(CallStatus.OK)
+        await self._send_last(send, before)
+
+    def _hear(self, listen: Callable[..., Any], *content: bytes) -> Any:
+        if self._recording is None:
+            return None
+        try:
+            return listen(*content)
+        except Exception as error:  # noqa: BLE001 - boundary: the agent gets its answer, understood by us or not
+            log.info("an answer of %s could not be read for the record: %s", self._upstream.name, error)
+            return None
+
+    async def _fail(self, send: Send, status: int, said: str) -> None:
+        """The provider cannot be reached, or broke off. A stream that has begun is cut: nobody takes it for whole."""
+        self._services.counters.errors += 1
+        message = f"provider {self._upstream.name}: {said}"
+        await self._finish(CallStatus.ERROR, error=message[:_ERROR_TEXT])
+        if self._started:
+            self._delivered = True
+            return
+        content = self._dialect.refused(status, wire.envelope(status, message, code="provider_error"))
+        await self._answer(send, status, [], content)
+
+    async def _finish(self, status: CallStatus, **changes: Any) -> None:
+        if self._recording is None:
+            return
+        choices: list[Choice] = []
+        if status is CallStatus.OK:
+            choices = self._hear(self._listener.choices) or []
+        facts: dict[str, Any] = {"choices": choices, "capture": CaptureLevel.TEXT, "version": None, **changes}
+        await self._services.recorder.finish(self._recording, status, **facts, excluded="provider")
