@@ -55,7 +55,7 @@ check: lint types test
 # left out (.ci/not-locked): torch, which is the machine's matter, what only its CUDA build needs, and trl's own needs
 lock:
 	@$(PIP) install --quiet uv
-	@.venv/bin/uv pip compile pyproject.toml .ci/tools.in --extra langgraph --extra local --extra plot --group dev \
+	@.venv/bin/uv pip compile pyproject.toml .ci/tools.in --extra langgraph --extra local --extra plot --extra otel --group dev \
 	  --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --quiet --upgrade \
 	  $(shell sed 's/^/--no-emit-package /' .ci/not-locked) --output-file requirements.lock
 

@@ -9,7 +9,8 @@ import types
 import typing
 from pathlib import Path
 
-from art_backends.config import TrainConfig
+from art_backends.config import FILE_ONLY, Limits, Provider, TrainConfig
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -51,14 +52,43 @@ template must be what they were.
 """
 
 
+TABLES = """
+## Tables
+
+Two settings are tables and stand in a file only.
+
+```toml
+[[art.providers]]  # other models that apps ask the server for; the key is read from the environment
+name = "openai"
+url = "https://api.openai.com/v1"
+models = ["gpt-4o*"]
+key_env = "OPENAI_API_KEY"
+
+[art.limits]
+concurrency = 64
+```
+
+"""
+
+
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(_row(name, field) for name, field in TrainConfig.model_fields.items())
+    found = HEAD + _rows(TrainConfig) + TABLES
+    for name, model in (("providers", Provider), ("limits", Limits)):
+        found += f"| in `{name}` | value | default | what it does |\n|---|---|---|---|\n{_rows(model)}\n"
+    return found.rstrip() + "\n"
+
+
+def _rows(model: type[BaseModel]) -> str:
+    return "".join(_row(name, field) for name, field in model.model_fields.items())
 
 
 def _row(name: str, field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
-    shown = "–" if default is None or default == [] else f"`{_toml(default)}`"
+    if field.is_required() or default is None or default == [] or name in FILE_ONLY:
+        shown = "–"
+    else:
+        shown = f"`{_toml(default)}`"
     return f"| `{name}` | {_value(field)} | {shown} | {(field.description or '').replace('|', chr(92) + '|')} |\n"
 
 
@@ -76,7 +106,9 @@ def _value(field: FieldInfo) -> str:
     if typing.get_origin(field.annotation) is typing.Literal:
         return " or ".join(f"`{kind}`" for kind in kinds)
     if typing.get_origin(field.annotation) is list:
-        return "list of names"
+        return "list of tables" if kinds == [Provider] else "list of names"
+    if kinds == [Limits]:
+        return "table"
     names = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
     text = names[typing.cast(type, kinds[0])]
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -31,8 +31,10 @@ FLOORS = {
     "display": 2,
     "waiting": 2,
     "child": 2,
+    "functions": 2,
     "loop": 3,
     "rollouts": 3,
+    "command": 3,
     "batches": 3,
     "stragglers": 2,
     "failures": 2,
@@ -54,13 +56,14 @@ FLOORS = {
     "cli_folder": 5,
     "cli_rollouts": 5,
     "cli_versions": 5,
+    "cli_train": 5,
     "art_langgraph": 5,
     "art_mcp": 5,
 }
 SIDEWAYS = {("config", "errors"), ("config", "problems"), ("problems", "errors"), ("trajectories", "errors")}
 SIDEWAYS |= {("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
-SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts")}
+SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts"), ("cli", "cli_train")}
 SIDEWAYS |= {("cli", "cli_folder"), ("cli_versions", "cli_folder"), ("cli_rollouts", "cli_folder")}
 SIDEWAYS |= {("failures", "capture")}
 # the loop's own helpers
@@ -71,7 +74,16 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors", "litellm"}
 LIGHT_ROOMS = {"art_langgraph", "art_mcp", "backend", "model", "loop", "capture", "client", "server", "proxy", "store"}
 LIGHT_ROOMS |= {"errors", "trajectories", "config", "rewards", "traces", "tracking", "models", "scenarios"}
 LIGHT_ROOMS |= {"report", "display", "cli", "waiting", "rollouts", "summary", "child", "batches", "sft"}
-LIGHT_ROOMS |= {"cli_folder", "cli_rollouts", "cli_versions", "arguments", "problems"}
+LIGHT_ROOMS |= {
+    "command",
+    "functions",
+    "cli_train",
+    "cli_folder",
+    "cli_rollouts",
+    "cli_versions",
+    "arguments",
+    "problems",
+}
 LIGHT_ROOMS |= {"stragglers", "playing", "checks", "stacks", "watchdog", "failures"}
 
 

@@ -32,7 +32,8 @@ from art_backends.server.run import serve
 from art_backends.training import versions
 from art_backends.trajectories import version_name
 
-SERVED = MODEL_SETTINGS | {"name", "folder", "models", "history", "optimizer"}  # settings that serving goes by
+# Settings that serving goes by.
+SERVED = MODEL_SETTINGS | {"name", "folder", "models", "providers", "limits", "history", "optimizer"}
 # Settings that imitation goes by: there are no rollouts and no rewards.
 IMITATED = MODEL_SETTINGS | {"name", "folder", "shuffle", "seed", "optimizer", "learning_rate", "schedule"}
 IMITATED |= {"warmup_steps", "weight_decay", "max_grad_norm", "updates_per_batch", "max_kl"}

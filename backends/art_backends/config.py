@@ -38,6 +38,28 @@ class Provider(BaseModel):
     key_env: str | None = Field(None, description="variable of the server's environment that holds its key")
 
 
+class Limits(BaseModel):
+    """Bounds of a server: ``[limits]`` of a settings file. Times in seconds, sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    body_bytes: int = Field(default=32 * 1024 * 1024, ge=1, description="of a request")
+    body_seconds: float = Field(default=60.0, gt=0, description="until a request's body has arrived")
+    reply_bytes: int = Field(default=256 * 1024 * 1024, ge=1, description="of an engine's reply that is not a stream")
+    event_bytes: int = Field(default=64 * 1024 * 1024, ge=1, description="of one event of a stream")
+    n: int = Field(default=64, ge=1, description="answers per request")
+    answer_tokens: int | None = Field(default=None, ge=1, description="tokens of an answer; more are refused")
+    concurrency: int = Field(default=256, ge=1, description="calls asked of the engine at once")
+    queue: int = Field(default=1024, ge=0, description="calls waiting for a place; the next one gets a 429")
+    queue_seconds: float = Field(default=120.0, gt=0, description="until a waiting call is refused with a 503")
+    first_byte_seconds: float = Field(default=600.0, gt=0, description="until the engine answers (a stream: begins to)")
+    idle_seconds: float = Field(default=300.0, gt=0, description="between two reads of a stream")
+    write_seconds: float = Field(default=120.0, gt=0, description="until a client that does not read is given up")
+    total_seconds: float = Field(default=3600.0, gt=0, description="of a whole stream, with a slow reader too")
+    rollouts: int = Field(default=1024, ge=1, description="rollouts whose calls are kept in memory")
+    calls_per_rollout: int = Field(default=512, ge=1, description="calls of one rollout kept in memory")
+
+
 class TrainConfig(BaseModel):
     """Everything a run can be told. Each field's description is its help text."""
 
@@ -61,6 +83,7 @@ class TrainConfig(BaseModel):
     providers: list[Provider] = Field(
         default_factory=list, description="providers of other models that apps ask the server for"
     )
+    limits: Limits = Field(default_factory=Limits, description="bounds of the server, whoever calls")
     nodes: list[str] = Field(
         default_factory=list,
         description="train only what these nodes or agents of the graph say (inner ones as outer/inner; empty: all); "
@@ -187,12 +210,13 @@ class TrainConfig(BaseModel):
 
 
 _OPTIONS = "command line"
+_KNOWN = [*TrainConfig.model_fields, *(f"limits.{name}" for name in Limits.model_fields)]
 
 
 # What whoever loads the model goes by; the adapter's shape with it, because all versions of a folder share one.
 MODEL_SETTINGS = frozenset({"base_model", "init_adapter", "chat_template", "rank", "alpha", "rslora", "target_modules"})
 MODEL_SETTINGS |= {"device", "dtype", "threads", "max_model_len"}
-FILE_ONLY = frozenset({"providers"})  # tables: they have no option
+FILE_ONLY = frozenset({"providers", "limits"})  # tables: they have no option
 
 
 def make_config(
@@ -206,16 +230,29 @@ def make_config(
         return TrainConfig(**values)
     except ValidationError as error:
         found: dict[str, list[str]] = {}
+        item: Mapping[str, Any]
         for item in error.errors():
             name = str(item["loc"][0]) if item["loc"] else ""
             shown, place = name, by if name in over else source
             if name in over and by == _OPTIONS:
                 shown, place = _option(name), ""
+            elif name in FILE_ONLY:
+                shown, item = _in_table(item)  # noqa: PLW2901
             elif not name and over:  # of several settings, which may be from either
                 place = by if len(over) == len(values) else f"{source} and {by}"
-            found.setdefault(place, []).append(problem(item, shown, TrainConfig.model_fields))
+            found.setdefault(place, []).append(problem(item, shown, _KNOWN))
         said = [f"{place}: {'; '.join(lines)}" if place else "; ".join(lines) for place, lines in sorted(found.items())]
         raise ConfigError("; ".join(said)) from None
+
+
+_KINDS = {("providers", "list_type"): "list_of_tables", ("url", "string_pattern_mismatch"): "url_pattern"}
+
+
+def _in_table(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """(the place within a table as its reader sees it, the error there)"""
+    where = item["loc"]
+    kind = _KINDS.get((where[-1], item["type"]), item["type"])
+    return ".".join(map(str, where)), {**item, "type": kind, "loc": where[-1:]}
 
 
 def load_toml(path: Path) -> dict[str, Any]:

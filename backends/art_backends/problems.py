@@ -23,10 +23,13 @@ _WANTED = {
     "int_parsing_size": "a smaller number",
     "int_type": "a whole number",
     "list_type": "a list of names",
+    "list_of_tables": "a list of tables",
+    "model_type": "a table",
     "path_type": "a path",
     "string_type": "text",
+    "url_pattern": "an address such as https://api.openai.com/v1, without a user, query or fragment",
     "string_unicode": "text",
-    # one setting has a pattern: the policy's name, which becomes a part of file names
+    # names have a pattern: the policy's becomes a part of file names
     "string_pattern_mismatch": (
         "1 to 64 letters, digits, dots, dashes and underscores that begin with a letter or a digit"
     ),
@@ -51,8 +54,13 @@ def problem(error: Mapping[str, Any], shown: str, known: Iterable[str]) -> str:
     if kind == "literal_error":
         choices = str(limits["expected"])
         return f"{shown} must be {choices}, not {value}{did_you_mean(str(given), choices.split(chr(39))[1::2])}"
+    if kind == "url_pattern":  # what was given may hold a password
+        value = "what was given"
     if kind in _WANTED:
         items = "every item of " if len(error["loc"]) > 1 else ""
         return f"{items}{shown} must be {_WANTED[kind]}, not {value}"
-    said = str(error["msg"]).removeprefix("Value error, ")
+    if kind == "missing":
+        said, shown = f"{shown} is missing", ""
+    else:
+        said = str(error["msg"]).removeprefix("Value error, ")
     return f"{shown}: {said} (given: {value})" if shown else said

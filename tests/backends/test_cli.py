@@ -7,9 +7,9 @@ import signal
 import typing
 
 import pytest
-from art_backends import cli
+from art_backends import cli, cli_train
 from art_backends.cli import main
-from art_backends.config import TrainConfig
+from art_backends.config import FILE_ONLY, TrainConfig
 from art_backends.server.folder import PolicyFile
 
 
@@ -152,11 +152,18 @@ def test_usage_errors(arguments, command, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "settings"), [(["serve"], cli.SERVED), (["sft", "x.jsonl"], cli.IMITATED)], ids=["serve", "sft"]
+    ("command", "settings"),
+    [
+        (["serve"], cli.SERVED),
+        (["sft", "x.jsonl"], cli.IMITATED),
+        (["train", "--command", "x", "--scenarios", "x.jsonl"], cli_train.SETTINGS),
+    ],
+    ids=["serve", "sft", "train"],
 )
 def test_what_a_command_goes_by_is_an_option_of_it(command, settings, capsys):
     text = " ".join(cli._parser().parse_args(command).__dict__)
     assert "rank" not in text  # what is not given does not count as given
+    settings = settings - FILE_ONLY
     for name in settings:
         options = cli._parser().parse_args([*command, *option(name)])
         assert name in vars(options)

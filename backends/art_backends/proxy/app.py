@@ -19,6 +19,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from art_backends.config import Limits
 from art_backends.errors import EngineError, TemplateError
 from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
@@ -29,8 +30,9 @@ from art_backends.proxy.doors import Answer, Counting, Door, Doors
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity
-from art_backends.proxy.limits import Counters, Gate, Limits
+from art_backends.proxy.limits import Counters, Gate
 from art_backends.proxy.messages import Messages
+from art_backends.proxy.observing import Observer
 from art_backends.proxy.passthrough import PassThrough
 from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
 from art_backends.proxy.providers import Providers, Upstream
@@ -105,6 +107,7 @@ class Proxy:
         self._recorder = Recorder(store, self.limits, self.counters)
         self._prefixers: dict[str, Prefixer] = {}
         self._renderer = EngineRenderer(engine)
+        self._observer = Observer(self.snapshot)
         self._services = Services(
             engine=engine,
             recorder=self._recorder,
@@ -113,11 +116,12 @@ class Proxy:
             gate=self._gate,
             limits=self.limits,
             counters=self.counters,
+            observer=self._observer,
         )
         self.doors = Doors(self._doors())
 
     def _doors(self) -> Iterator[Door]:
-        chat, completions = Plain(Chat()), Plain(Completions())
+        chat, completions = Plain("chat", Chat()), Plain("completions", Completions())
         responses, messages = Responses(), Messages()
         untranslated: dict[str, Dialect] = {"chat/completions": chat, "completions": completions}
         for base in ("/v1", "/openai/v1"):  # the latter: Azure's
@@ -177,6 +181,10 @@ class Proxy:
             "oldest": [{"rollout": rollout, "seconds": now - began} for rollout, began in longest],
         }
 
+    def metrics(self) -> bytes:
+        """Counters, gauges and durations in Prometheus' text form (``observing.CONTENT_TYPE``)."""
+        return self._observer.text()
+
     # inside
 
     def _calls(self, path: str, dialect: Dialect) -> Answer:
@@ -199,6 +207,7 @@ class Proxy:
                     )
                 body, writer = dialect.read(asked, identity.owner)
                 dialect.endpoint.check(body)
+                body = wire.bounded(body, dialect.endpoint.token_limits, self.limits.answer_tokens)
             except wire.BadRequestError as error:
                 return self._refused(error, dialect)
             except ClientDisconnect:

@@ -10,19 +10,31 @@ import asyncio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from art_backends.proxy.observing import Observed
+
+
+class StuckClientError(Exception):
+    """The client holds its connection open but does not read."""
+
 
 class Attended(Response):
     """An ASGI response whose answer is made by ``_work``, which is cancelled when nobody waits for it any more.
 
-    ``_delivered`` is set once the client has everything: then its leaving means nothing.
+    ``write_seconds``: until a client that does not read is given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observed: Observed, write_seconds: float) -> None:
         super().__init__()
+        self._observed = observed
+        self._write_seconds = write_seconds
         self._started = False  # the client has a status line
-        self._delivered = False  # the client has everything
+        self._delivered = False  # the client has everything: its leaving means nothing any more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._observed:
+            await self._attended(receive, send)
+
+    async def _attended(self, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._work(send))
         watch = asyncio.create_task(_gone(receive))
         try:
@@ -51,10 +63,20 @@ class Attended(Response):
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         self._started = True
+        self._observed.answered(status)
+
+    async def _send_part(self, send: Send, content: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._write_seconds):
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        except TimeoutError:
+            raise StuckClientError from None
+        self._observed.told()
 
     async def _send_last(self, send: Send, content: bytes) -> None:
         await send({"type": "http.response.body", "body": content, "more_body": False})
         self._delivered = True
+        self._observed.told()
 
 
 async def _gone(receive: Receive) -> None:

@@ -59,6 +59,7 @@ class Chat:
 
     path = CHAT
     has_messages = True
+    token_limits: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
 
     def __init__(self, *, stop_reason: bool = False) -> None:
         self._stop_reason = stop_reason
@@ -95,7 +96,7 @@ class Chat:
             if "tools" in sent:
                 sent["tools"] = prompt.tools
         if overrides is not None:
-            override(sent, overrides, "max_completion_tokens", "max_tokens")
+            override(sent, overrides, *self.token_limits)
         if captured:
             if sent.get("logprobs") is not True:
                 sent["top_logprobs"] = 0
@@ -109,7 +110,7 @@ class Chat:
 
     def sampling(self, sent: Mapping[str, Any]) -> Sampling:
         """The sampling parameters in force, read from the body for the engine."""
-        return effective(sent, "max_completion_tokens", "max_tokens")
+        return effective(sent, *self.token_limits)
 
     def reply(self, data: dict[str, Any], asked: Asked) -> dict[str, Any]:
         """The app's answer; ``data`` is changed in place."""

@@ -31,6 +31,7 @@ class Completions:
 
     path = COMPLETIONS
     has_messages = False
+    token_limits: tuple[str, ...] = ("max_tokens",)
 
     def check(self, body: Mapping[str, Any]) -> None:
         """BadRequestError if no engine should see this."""
@@ -58,7 +59,7 @@ class Completions:
         sent = wire.cleaned(body)
         sent["model"] = model
         if overrides is not None:
-            override(sent, overrides, "max_tokens")
+            override(sent, overrides, *self.token_limits)
         if captured:
             if sent.get("logprobs") is None:
                 sent["logprobs"] = 0
@@ -67,7 +68,7 @@ class Completions:
 
     def sampling(self, sent: Mapping[str, Any]) -> Sampling:
         """The sampling parameters in force, read from the body for the engine."""
-        return effective(sent, "max_tokens")
+        return effective(sent, *self.token_limits)
 
     def reply(self, data: dict[str, Any], asked: Asked) -> dict[str, Any]:
         """The app's answer; ``data`` is changed in place."""

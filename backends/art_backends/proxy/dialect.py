@@ -28,6 +28,7 @@ class Endpoint(Protocol):
 
     path: str
     has_messages: bool
+    token_limits: tuple[str, ...]  # fields that bound an answer's tokens, the newest name first
 
     def check(self, body: dict[str, Any]) -> None: ...
     def asked(self, body: dict[str, Any]) -> Asked: ...
@@ -88,8 +89,9 @@ class Listener(Protocol):
 class Dialect(Protocol):
     """A wire format of clients. ``form`` says whose it is: "openai" or "anthropic"."""
 
-    endpoint: Endpoint
+    name: str
     form: str
+    endpoint: Endpoint
 
     def read(self, body: dict[str, Any], owner: str) -> tuple[dict[str, Any], Writer]:
         """The endpoint's request, and the writer of the answer. BadRequestError if it cannot be one.
@@ -112,7 +114,8 @@ class Plain:
 
     form = "openai"
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, name: str, endpoint: Endpoint) -> None:
+        self.name = name
         self.endpoint = endpoint
 
     def read(self, body: dict[str, Any], owner: str) -> tuple[dict[str, Any], Writer]:

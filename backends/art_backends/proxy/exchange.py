@@ -22,7 +22,7 @@ from starlette.types import Send
 
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
-from art_backends.proxy.attended import Attended
+from art_backends.proxy.attended import Attended, StuckClientError
 from art_backends.proxy.dialect import Dialect, Writer
 from art_backends.proxy.engine_client import EngineStream, parse_json
 from art_backends.proxy.identity import Identity, RolloutContext
@@ -36,10 +36,6 @@ from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode
 log = logging.getLogger(__name__)
 
 _ERROR_TEXT = 1000  # characters of an engine's error kept in the record
-
-
-class _StuckClientError(Exception):
-    """The client holds its connection open but does not read."""
 
 
 class _MalformedError(ValueError):
@@ -59,7 +55,9 @@ class Exchange(Attended):
         writer: Writer,
         headers: list[tuple[str, str]],
     ) -> None:
-        super().__init__()
+        asked = dialect.endpoint.asked(body)
+        observed = services.observer.call(dialect.name, asked.model, headers)
+        super().__init__(observed, services.limits.write_seconds)
         self._services = services
         self._dialect = dialect
         self._endpoint = dialect.endpoint
@@ -67,7 +65,7 @@ class Exchange(Attended):
         self._identity = identity
         self._request = body
         self._request_headers = headers
-        self._asked = self._endpoint.asked(body)
+        self._asked = asked
         self._assembler = Assembler(self._asked.n)
         self._unreadable: BaseException | None = None
         self._context: RolloutContext | None = None
@@ -106,6 +104,7 @@ class Exchange(Attended):
             services.counters.unattributed += 1
         # no await between choosing a version and leasing it: it cannot be unloaded in between
         version = services.policy.version_of(self._asked.model) if context is None else context.version
+        self._observed.belongs(None if context is None else context.id, version)
         with services.policy.lease(version) as model:
             try:
                 if context is not None:
@@ -152,6 +151,7 @@ class Exchange(Attended):
                 prompt = await self._prompt()
             sent = self._shape(model, prompt)
             headers = wire.request_headers(self._request_headers, None if self._context is None else self._context.id)
+            headers += self._observed.onward()
             async with services.engine.open(
                 self._endpoint.path, orjson.dumps(sent), headers, first_byte_seconds=limits.first_byte_seconds
             ) as reply:
@@ -164,7 +164,7 @@ class Exchange(Attended):
         except wire.BadRequestError as error:
             services.counters.refused_bad += 1
             await self._fail(send, error.status, str(error), "bad_request")
-        except _StuckClientError:
+        except StuckClientError:
             services.counters.cancelled += 1
             await self._finish(CallStatus.CANCELLED)
         except TimeoutError:
@@ -296,16 +296,9 @@ class Exchange(Attended):
             await self._answer(send, status, headers, self._dialect.refused(status, content))
             return
         # Returning without a last body part makes the server close the connection: no client can take this for an end.
-        with suppress(_StuckClientError):
+        with suppress(StuckClientError):
             await self._send_part(send, self._writer.broken(content, b""))
         self._delivered = True
-
-    async def _send_part(self, send: Send, content: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._services.limits.write_seconds):
-                await send({"type": "http.response.body", "body": content, "more_body": True})
-        except TimeoutError:
-            raise _StuckClientError from None
 
 
 def _parse(content: bytes) -> dict[str, Any]:

@@ -11,25 +11,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds per server. Times in seconds, sizes in bytes."""
-
-    body_bytes: int = 32 * 1024 * 1024  # of a request
-    body_seconds: float = 60.0  # until a request's body has arrived
-    reply_bytes: int = 256 * 1024 * 1024  # of an engine's reply that is not a stream
-    event_bytes: int = 64 * 1024 * 1024  # of one event of a stream
-    n: int = 64  # answers per request
-    concurrency: int = 256  # calls asked of the engine at once
-    queue: int = 1024  # calls waiting for a place
-    queue_seconds: float = 120.0  # until a waiting call is refused
-    first_byte_seconds: float = 600.0  # until the engine's status line (not a stream: until its whole reply)
-    idle_seconds: float = 300.0  # between two reads of a stream
-    write_seconds: float = 120.0  # until a client that does not read its stream is given up
-    total_seconds: float = 3600.0  # of a whole stream, a client that reads slowly included
-    rollouts: int = 1024  # rollouts whose calls are kept in memory; others are read from the store again
-    calls_per_rollout: int = 512  # calls of one rollout kept in memory
+from art_backends.config import Limits
 
 
 @dataclass

@@ -18,7 +18,7 @@ from starlette.types import Send
 
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
-from art_backends.proxy.attended import Attended
+from art_backends.proxy.attended import Attended, StuckClientError
 from art_backends.proxy.dialect import Dialect
 from art_backends.proxy.engine_client import EngineStream
 from art_backends.proxy.identity import Identity
@@ -47,7 +47,8 @@ class PassThrough(Attended):
         body: dict[str, Any],
         headers: list[tuple[str, str]],
     ) -> None:
-        super().__init__()
+        observed = services.observer.call(dialect.name, body["model"], headers)
+        super().__init__(observed, services.limits.write_seconds)
         self._services = services
         self._upstream = upstream
         self._dialect = dialect
@@ -93,7 +94,8 @@ class PassThrough(Attended):
 
     async def _attend(self, send: Send) -> None:
         limits = self._services.limits
-        headers = wire.request_headers(self._request_headers, None)
+        self._observed.belongs(None if self._recording is None else self._recording.context.id, None)
+        headers = wire.request_headers(self._request_headers, None) + self._observed.onward()
         content = orjson.dumps(wire.without_addresses(self._request))
         try:
             async with self._upstream.client.open(
@@ -109,6 +111,9 @@ class PassThrough(Attended):
                 self._services.counters.cancelled += 1
                 await asyncio.shield(self._finish(CallStatus.CANCELLED))
             raise
+        except StuckClientError:
+            self._services.counters.cancelled += 1
+            await self._finish(CallStatus.CANCELLED)
         except (EngineError, TimeoutError) as error:
             status = error.status if isinstance(error, EngineError) else 504
             said = str(error) if isinstance(error, EngineError) else "it did not answer in time"
@@ -132,8 +137,7 @@ class PassThrough(Attended):
         before = b""  # the last read is held until the outcome is durable
         while read := await reply.next_read(limits.idle_seconds):
             if before:
-                async with asyncio.timeout(limits.write_seconds):
-                    await send({"type": "http.response.body", "body": before, "more_body": True})
+                await self._send_part(send, before)
             before = read
             for event in splitter.feed(read):
                 if event.data is not None:

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import orjson
 
+from art_backends.config import Limits
 from art_backends.proxy.identity import RolloutContext
-from art_backends.proxy.limits import Counters, Limits
+from art_backends.proxy.limits import Counters
 from art_backends.proxy.prefix import RolloutIndex
 from art_backends.trajectories import Call, CallStatus, CaptureLevel, Node, Sampling
 

@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from art_backends.config import Limits
 from art_backends.proxy.engine_client import EngineClient
-from art_backends.proxy.limits import Counters, Gate, Limits
+from art_backends.proxy.limits import Counters, Gate
+from art_backends.proxy.observing import Observer
 from art_backends.proxy.prefix import Prompt, RolloutIndex
 from art_backends.proxy.recorder import Recorder
 
@@ -56,4 +58,5 @@ class Services:
     gate: Gate
     limits: Limits
     counters: Counters
+    observer: Observer
     running: dict[int, tuple[str | None, float]] = field(default_factory=dict)  # id → rollout, time.monotonic()

@@ -168,6 +168,17 @@ def check_body(body: Any, *, n_limit: int) -> dict[str, Any]:
     return body
 
 
+def bounded(body: dict[str, Any], names: tuple[str, ...], most: int | None) -> dict[str, Any]:
+    """The body with a bound on an answer's tokens: the request's own, which must not exceed ``most``, else that."""
+    if most is None:
+        return body
+    for name in names:
+        asked = body.get(name)
+        if isinstance(asked, int) and asked > most:
+            raise BadRequestError(f"{name} must be at most {most} here", param=name)
+    return body if any(body.get(name) is not None for name in names) else {**body, names[0]: most}
+
+
 def check_messages(messages: Any) -> None:
     """Refuse messages that are no list of objects, and media that the engine would have to fetch."""
     if not isinstance(messages, list) or not messages:

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 from art_backends.errors import ArtError
 from art_backends.proxy.app import Proxy
 from art_backends.proxy.doors import Door
-from art_backends.server.auth import Guard, HostRules, error
+from art_backends.proxy.observing import CONTENT_TYPE
+from art_backends.server.auth import METRICS, Guard, HostRules, error
 from art_backends.server.control import Control, Services
 
 RESTART_SECONDS = 120.0  # that a call waits for an engine which is being restarted
@@ -66,9 +67,13 @@ def build(
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def metrics(_: Request) -> Response:
+        return Response(proxy.metrics(), media_type=CONTENT_TYPE)
+
     application = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
+            Route(METRICS, metrics, methods=["GET"]),
             *(Route(door.path, through(door), methods=[door.method]) for door in proxy.doors.all),
             *Control(services).routes(),
         ],

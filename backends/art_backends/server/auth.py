@@ -28,6 +28,7 @@ from art_backends.server.sessions import Sessions
 log = logging.getLogger(__name__)
 
 CONTROL = "/control/v1/"
+METRICS = "/metrics"  # as the control API: the admin's
 _TOKEN_PATH = re.compile(r"/r/(?P<token>[A-Za-z0-9_-]{16,200})(?P<rest>/(v1|openai)/.*)\Z")
 _KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's; the former stands before the latter
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?\Z")
@@ -115,7 +116,7 @@ class Guard:
             path = in_path["rest"]
             scope["path"] = path
             scope["raw_path"] = path.encode()
-        control = path.startswith(CONTROL) and in_path is None
+        control = (path.startswith(CONTROL) or path == METRICS) and in_path is None
         dialect = self._doors.dialect(path)
         if not control and dialect is None:
             return error(404, "not_found", "there is no such route here")
@@ -169,7 +170,7 @@ class Guard:
             return error(401, "unknown_token", message, _CHALLENGE)
         refusal = self._check_identity(headers, identity, known)
         if refusal is None and control and identity.kind != "admin":
-            refusal = error(403, "admin_only", "the control API needs the admin token")
+            refusal = error(403, "admin_only", "the control API and the metrics need the admin token")
         if identity.kind == "rollout" and headers.get("x-art-scope-ended") == "1":
             # What outlived its scope (a thread, a timer) is not the rollout's any more, though that may still be open.
             identity = Identity("agent", policy=identity.policy)

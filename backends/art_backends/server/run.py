@@ -180,7 +180,8 @@ async def _parts(
         if policy_file is None:
             policy_file = PolicyFile.create(folder.path, config, model_digest)
         policy_file.check(config, model_digest)
-        engine = EngineClient(uds=str(worker.socket))
+        limits = config.limits
+        engine = EngineClient(uds=str(worker.socket), event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
         stack.push_async_callback(engine.aclose)
         policies = PolicyTable(config.name, base_model=await probe.base_id(engine), models=config.models)
         policies.capture, policies.exact_prompts = await probe.capture_level(engine, policies.base_id)
@@ -205,7 +206,7 @@ async def _parts(
         stack.push_async_callback(steps.aclose)
         providers = Providers(config.providers)
         stack.push_async_callback(providers.aclose)
-        proxy = Proxy(engine, store, policy=policies, providers=providers)
+        proxy = Proxy(engine, store, policy=policies, limits=limits, providers=providers)
         sessions.on_closed = proxy.forget
 
         async def restarted() -> None:

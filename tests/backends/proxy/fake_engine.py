@@ -14,12 +14,12 @@ from typing import Any
 import httpx2
 import openai
 import uvicorn
+from art_backends.config import Limits
 from art_backends.errors import StoreError
 from art_backends.proxy.app import Proxy
 from art_backends.proxy.doors import Door
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity, RolloutContext
-from art_backends.proxy.limits import Limits
 from art_backends.proxy.providers import Providers
 from art_backends.trajectories import Call, Purpose
 from starlette.applications import Starlette

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from art_backends.proxy.limits import Limits
+from art_backends.config import Limits
 from art_backends.trajectories import CallStatus, CaptureLevel
 
 from tests.backends.proxy.fake_engine import (
@@ -331,3 +331,23 @@ async def test_bodies_have_a_limit() -> None:
             assert response.status_code == 413
         response = await w.http.post("/v1/chat/completions", content=b"x", headers={"content-encoding": "gzip"})
         assert response.status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "more"),
+    [
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": USER}),
+        ("/v1/completions", "max_tokens", {"prompt": "x"}),
+        ("/v1/responses", "max_output_tokens", {"input": "x"}),
+        ("/v1/messages", "max_tokens", {"messages": USER}),
+    ],
+)
+async def test_an_answer_s_tokens_are_bounded(path: str, name: str, more: dict[str, Any]) -> None:
+    async with faked(Limits(answer_tokens=50)) as w:
+        for asked, expected in ((20, 200), (50, 200), (51, 400)):
+            reply = await w.http.post(path, json={"model": "m", name: asked, **more})
+            assert reply.status_code == expected, (asked, reply.text)
+        if path != "/v1/messages":  # which must say
+            assert (await w.http.post(path, json={"model": "m", **more})).status_code == 200
+            sent = w.engine.chats[-1].body
+            assert sent.get("max_completion_tokens", sent.get("max_tokens")) == 50

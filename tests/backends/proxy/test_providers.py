@@ -44,6 +44,7 @@ MESSAGE: Any = {
     "stop_sequence": None,
     "usage": {"input_tokens": 1, "output_tokens": 2},
 }
+EMPTY: Any = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}
 SAID: Any = {
     "role": "assistant",
     "content": "Hi",
@@ -151,10 +152,7 @@ async def test_a_message_is_heard(stream: bool) -> None:
             start = {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None}}
             blocks = []
             for index, block in enumerate(MESSAGE["content"]):
-                empty = {
-                    **block,
-                    **{"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}[block["type"]],
-                }
+                empty = {**block, **EMPTY[block["type"]]}
                 deltas = {
                     "text": {"type": "text_delta", "text": "Hi"},
                     "thinking": {"type": "thinking_delta", "thinking": "hm"},
@@ -243,9 +241,7 @@ async def test_a_client_that_leaves_ends_the_provider_s_work() -> None:
         await asyncio.wait_for(upstream.reached.wait(), WAIT)
         writer.transport.abort()
         await asyncio.wait_for(upstream.aborted.wait(), WAIT)
-        async with asyncio.timeout(WAIT):
-            while w.store.only.status is CallStatus.OPEN:
-                await asyncio.sleep(0)
+        await asyncio.wait_for(w.store.finishing.wait(), WAIT)
         assert w.store.only.status is CallStatus.CANCELLED
 
 

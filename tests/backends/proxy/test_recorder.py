@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from art_backends.config import Limits
 from art_backends.proxy.identity import RolloutContext
-from art_backends.proxy.limits import Counters, Limits
+from art_backends.proxy.limits import Counters
 from art_backends.proxy.recorder import Recorder, Recording
 from art_backends.store import AsyncStore
 from art_backends.trajectories import Call, CallStatus, CaptureLevel, Choice, Node, Rollout, Sampling

@@ -10,7 +10,13 @@ import pytest
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.trajectories import CallStatus
 
-CONTROL = ["/control/v1/status", "/control/v1/rollouts", "/control/v1/steps?policy=policy", "/control/v1/steps/1"]
+CONTROL = [
+    "/metrics",
+    "/control/v1/status",
+    "/control/v1/rollouts",
+    "/control/v1/steps?policy=policy",
+    "/control/v1/steps/1",
+]
 UPSTREAM_ONLY = [
     "/pause",
     "/update_weights",

@@ -22,8 +22,9 @@ from art_backends.proxy.messages.request import chat_request
 class Messages:
     """The dialect of ``/v1/messages``."""
 
-    endpoint: Endpoint
+    name = "messages"
     form = "anthropic"
+    endpoint: Endpoint
 
     def __init__(self) -> None:
         self.endpoint = Chat(stop_reason=True)

@@ -28,8 +28,9 @@ from art_backends.proxy.responses.reply import Reply
 class Responses:
     """The dialect of ``/v1/responses``."""
 
-    endpoint: Endpoint
+    name = "responses"
     form = "openai"
+    endpoint: Endpoint
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.endpoint = Chat()
