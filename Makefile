@@ -5,7 +5,9 @@ TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 PYTEST = .venv/bin/python -m pytest
 
-.PHONY: help setup demo test test-all lint types docs check lock clean
+CLIENTS = .venv/clients
+
+.PHONY: help setup demo test test-all clients lint types docs check lock clean
 
 help:
 	@echo "make demo      train the quickstart agent on this machine's CPU and show before and after"
@@ -35,7 +37,19 @@ test: setup
 	@echo "== core tests"
 	@$(PYTEST) -n 2 -m "not slow"
 
-test-all: setup
+# Clients with needs of their own (tests/clients), and those of npm where there is Node.
+clients: $(CLIENTS)/.ready
+
+$(CLIENTS)/.ready: .venv/.ready tests/clients/requirements.txt tests/clients/package.json
+	@echo "== setting up clients of other projects in $(CLIENTS)"
+	@test -x $(CLIENTS)/bin/python || .venv/bin/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement tests/clients/requirements.txt
+	@cp tests/clients/package.json $(CLIENTS)/
+	@if command -v npm > /dev/null; then npm install --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --silent; \
+	  else echo "there is no npm here: clients in JavaScript are left out"; fi
+	@touch $@
+
+test-all: setup clients
 	@echo "== tests with a real language model and with killed processes"
 	@$(PYTEST) -m slow
 
