@@ -2,8 +2,8 @@
 
     run_agent = Command("node agent.mjs")
 
-The program gets the scenario as JSON on standard input and in ``ART_SCENARIO``. The OpenAI and Anthropic SDKs of any
-language find the proxy and a key that belongs to this rollout alone in their usual variables. What it writes to
+The program gets the scenario as JSON on standard input and, unless it is large, in ``ART_SCENARIO``. The SDKs of OpenAI
+and Anthropic find the proxy and a key that belongs to this rollout alone in their usual variables. What it writes to
 standard output is its output; a reward function scores that, or the program scores itself: the JSON object that it
 writes to the file named by ``ART_REPORT`` is the report, with a number as ``"reward"``. An exit code other than 0 is
 the agent's error, with the end of what it wrote to standard error.
@@ -28,16 +28,28 @@ from pathlib import Path
 from typing import Any
 
 from art_backends.capture.scope import Scope, current_scope
-from art_backends.errors import ConfigError, RewardError
+from art_backends.errors import ConfigError, RewardError, ServerError
 from art_backends.rewards.values import Run
 
 OUTPUT_BYTES = 4 * 1024 * 1024  # of each stream that are kept: the end of it
 ERROR_CHARACTERS = 4000  # of standard error in an error's message
+VARIABLE_BYTES = 100_000  # of a scenario in the environment: Linux takes no variable of 128 KiB
 TERM_SECONDS = 2.0  # that a program has to end by itself when it is told to
 PIPE_SECONDS = 2.0  # that its output is waited for when it has ended: a child that got away may hold it open
 
-# A provider's other credentials and addresses: with them an SDK might not ask the proxy.
-_REMOVED = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "AZURE_OPENAI_AD_TOKEN")
+# What else SDKs and agents look for: with it they might not ask the proxy, or not with this rollout's key.
+_REMOVED = frozenset(
+    {
+        "ANTHROPIC_AUTH_TOKEN",
+        "ANTHROPIC_CUSTOM_HEADERS",
+        "AZURE_OPENAI_AD_TOKEN",
+        "CLAUDE_CODE_USE_BEDROCK",
+        "CLAUDE_CODE_USE_VERTEX",
+        "OPENAI_CUSTOM_HEADERS",
+        "OPENAI_ORG_ID",
+        "OPENAI_PROJECT_ID",
+    }
+)
 
 
 class CommandError(Exception):
@@ -86,13 +98,16 @@ class Command:
         with tempfile.TemporaryDirectory(prefix="art-") as place:
             report = Path(place) / "report.json"
             given = json.dumps(scenario)
-            transport, program = await asyncio.get_running_loop().subprocess_exec(
-                _Program,
-                *self.words,
-                cwd=self.folder,
-                env=self._environment(scope, given, report),
-                start_new_session=True,  # a group of its own, to be killed as one
-            )
+            try:
+                transport, program = await asyncio.get_running_loop().subprocess_exec(
+                    _Program,
+                    *self.words,
+                    cwd=self.folder,
+                    env=self._environment(scope, given, report),
+                    start_new_session=True,  # a group of its own, to be killed as one
+                )
+            except OSError as error:  # too little memory, too many processes: not the agent's doing
+                raise ServerError(f"the program {self.words[0]} could not be started: {error}") from error
             try:
                 program.give(given)
                 await asyncio.wait((program.exited,))
@@ -100,8 +115,10 @@ class Command:
                 await asyncio.wait((program.told,), timeout=PIPE_SECONDS)
             except asyncio.CancelledError:
                 _kill(transport.get_pid(), signal.SIGTERM)  # a word first, so that it can tidy up, then no more of it
-                await asyncio.wait((program.exited,), timeout=TERM_SECONDS)
-                _kill(transport.get_pid())
+                try:
+                    await asyncio.wait((program.exited,), timeout=TERM_SECONDS)
+                finally:
+                    _kill(transport.get_pid())
                 raise
             finally:
                 transport.close()
@@ -114,10 +131,12 @@ class Command:
     def _environment(self, scope: Scope, scenario: str, report: Path) -> dict[str, str]:
         root = scope.base_url.removesuffix("/v1")
         kept = {name: value for name, value in os.environ.items() if name not in _REMOVED}
-        direct = {name: ",".join(filter(None, (kept.get(name), _host(root)))) for name in ("NO_PROXY", "no_proxy")}
+        direct = ",".join(filter(None, (kept.get("NO_PROXY"), kept.get("no_proxy"), _host(root))))
+        small = {"ART_SCENARIO": scenario} if len(scenario.encode()) < VARIABLE_BYTES else {}
         return {
             **kept,
-            **direct,
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             **(self.environment or {}),
             "OPENAI_BASE_URL": scope.base_url,
             "OPENAI_API_BASE": scope.base_url,
@@ -129,7 +148,7 @@ class Command:
             "ART_BASE_URL": scope.base_url,
             "ART_API_KEY": scope.token,
             "ART_ROLLOUT_ID": scope.rollout_id,
-            "ART_SCENARIO": scenario,
+            **small,
             "ART_REPORT": str(report),
         }
 
@@ -187,7 +206,8 @@ def _kill(group: int, number: int = signal.SIGKILL) -> None:
 
 
 def _failure(code: int, stderr: str) -> str:
-    how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    names = {number.value: number.name for number in signal.Signals}
+    how = f"exit code {code}" if code > 0 else f"killed by {names.get(-code, f'signal {-code}')}"
     said = stderr[-ERROR_CHARACTERS:].strip()
     return f"{how}: {said}" if said else f"{how}, with nothing on standard error"
 

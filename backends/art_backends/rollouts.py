@@ -297,10 +297,11 @@ class Player:
     async def _broken_call(self, rollout_id: str) -> str | None:
         """What the world did wrong in the last call of an agent that failed: its error need not show that."""
         calls = await self._calls(rollout_id)
-        error = calls[-1].error if calls and calls[-1].status is CallStatus.ERROR else None
+        last = calls[-1] if calls else None
+        error = last.error if last is not None and last.status is CallStatus.ERROR else None
         if error is None or error.startswith(("bad_request:", *(f"{status} " for status in AGENT_STATUSES))):
             return None
-        return f"engine: {error}"
+        return f"{'engine' if last is None or last.version else 'provider'}: {error}"
 
     async def _score(self, run: Run) -> tuple[float, dict[str, float]]:
         """Reward and metrics of a run; RewardError says what the reward function did instead."""

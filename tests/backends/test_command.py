@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from art_backends.capture.scope import rollout_scope
 from art_backends.command import OUTPUT_BYTES, Command, CommandError, reported
-from art_backends.errors import ConfigError, RewardError
+from art_backends.errors import ConfigError, RewardError, ServerError
 from art_backends.rewards.values import Run
 from art_backends.trajectories import RolloutError
 
@@ -62,7 +62,7 @@ async def test_the_sdks_find_the_proxy_and_no_other_credentials(program: Any, mo
     keys = {seen[name] for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AZURE_OPENAI_API_KEY", "ART_API_KEY")}
     assert keys == {"the-token-of-this-rollout"}
     assert "ANTHROPIC_AUTH_TOKEN" not in seen
-    assert (seen["NO_PROXY"], seen["no_proxy"]) == ("intranet,127.0.0.1", "127.0.0.1")
+    assert seen["NO_PROXY"] == seen["no_proxy"] == "intranet,127.0.0.1"
     assert (seen["ART_ROLLOUT_ID"], seen["MINE"]) == ("r1", "1")
 
 
@@ -72,6 +72,7 @@ async def test_the_sdks_find_the_proxy_and_no_other_credentials(program: Any, mo
         ("import sys; sys.stderr.write('no such city'); sys.exit(3)", "exit code 3: no such city"),
         ("raise SystemExit(1)", "exit code 1, with nothing on standard error"),
         ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL, with nothing"),
+        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40, with nothing"),
         ("raise ValueError('what')", "exit code 1: .*ValueError: what"),
         ("import os; open(os.environ['ART_REPORT'], 'w').write('1,')", "ART_REPORT is no JSON"),
     ],
@@ -81,11 +82,18 @@ async def test_a_program_that_fails_is_an_error_of_the_agent(program: Any, sourc
         await ran(program(source))
 
 
+async def test_a_machine_that_cannot_start_it_is_no_error_of_the_agent(program: Any) -> None:
+    command = program("print()", environment={"TOO_LONG": "x" * 200_000})
+    with pytest.raises(ServerError, match=r"could not be started: .*too long"):
+        await ran(command)
+
+
 async def test_a_program_that_reads_nothing_and_one_that_says_too_much(program: Any) -> None:
     big = {"text": "x" * 3_000_000}
-    quiet = program("import os; os.close(0)")
-    with pytest.raises(OSError, match="long"):  # the environment has no room for it: told, not cut
-        await asyncio.wait_for(quiet(big), WAIT)
+    quiet = program("import os; os.close(0); print('ART_SCENARIO' in os.environ)")
+    assert (await asyncio.wait_for(quiet(big), WAIT))["stdout"] == "False\n", "a variable has no room for it"
+    reading = program("import sys; print(len(sys.stdin.read()))")
+    assert int((await asyncio.wait_for(reading(big), WAIT))["stdout"]) > 3_000_000
     loud = await ran(program(f"import sys; sys.stdout.write('a' + 'b' * {OUTPUT_BYTES}); print(end='c')"))
     assert loud["stdout"] == "b" * (OUTPUT_BYTES - 1) + "c"
 

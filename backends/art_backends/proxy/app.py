@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal
 
 import orjson
@@ -25,12 +25,12 @@ from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
 from art_backends.proxy.completions import Completions
 from art_backends.proxy.continuation import template_kwargs
-from art_backends.proxy.dialect import Dialect, Plain
+from art_backends.proxy.dialect import Dialect, Plain, Writer
 from art_backends.proxy.doors import Answer, Counting, Door, Doors
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.exchange import Exchange
-from art_backends.proxy.identity import Identity
-from art_backends.proxy.limits import Counters, Gate
+from art_backends.proxy.identity import Identity, owner_of
+from art_backends.proxy.limits import Counters, Gate, Overloaded
 from art_backends.proxy.messages import Messages
 from art_backends.proxy.observing import Observer
 from art_backends.proxy.passthrough import PassThrough
@@ -38,6 +38,7 @@ from art_backends.proxy.prefix import Prefixer, Prompt, RolloutIndex
 from art_backends.proxy.providers import Providers, Upstream
 from art_backends.proxy.recorder import CallStore, Recorder
 from art_backends.proxy.responses import Responses
+from art_backends.proxy.responses.memory import Memory
 from art_backends.proxy.services import PolicyView, Services
 from art_backends.proxy.tail import Vocabulary
 
@@ -108,6 +109,8 @@ class Proxy:
         self._prefixers: dict[str, Prefixer] = {}
         self._renderer = EngineRenderer(engine)
         self._observer = Observer(self.snapshot)
+        self._memory = Memory()
+        self.ready: Callable[[], Awaitable[None]] = _at_once  # the server's: EngineError while the engine is away
         self._services = Services(
             engine=engine,
             recorder=self._recorder,
@@ -122,21 +125,23 @@ class Proxy:
 
     def _doors(self) -> Iterator[Door]:
         chat, completions = Plain("chat", Chat()), Plain("completions", Completions())
-        responses, messages = Responses(), Messages()
+        responses, messages = Responses(self._memory), Messages()
         untranslated: dict[str, Dialect] = {"chat/completions": chat, "completions": completions}
-        for base in ("/v1", "/openai/v1"):  # the latter: Azure's
-            for path, dialect in [*untranslated.items(), ("responses", responses)]:
-                yield Door("POST", f"{base}/{path}", self._calls(path, dialect), dialect)
+        for base in ("/v1", "/openai/v1", "/openai"):  # the latter two: Azure's
+            for path, dialect in untranslated.items():
+                answer = self._calls(path, dialect)
+                if base != "/openai":
+                    yield Door("POST", f"{base}/{path}", answer, dialect)
+                if base != "/openai/v1":  # an Azure client that was given OpenAI's address asks below /v1
+                    yield Door("POST", f"{base}/deployments/{{model:path}}/{path}", answer, dialect)
+            yield Door("POST", f"{base}/responses", self._calls("responses", responses), responses)
             yield Door("POST", f"{base}/responses/input_tokens", self._counts(responses), responses)
-            yield Door("GET", f"{base}/responses/{{id}}", responses.retrieve, responses, asks_engine=False)
-            yield Door("DELETE", f"{base}/responses/{{id}}", responses.delete, responses, asks_engine=False)
-            yield Door("GET", f"{base}/models", self._models, chat, asks_engine=False)
-            yield Door("GET", f"{base}/models/{{model:path}}", self._models, chat, asks_engine=False)
+            yield Door("GET", f"{base}/responses/{{id}}", responses.retrieve, responses)
+            yield Door("DELETE", f"{base}/responses/{{id}}", responses.delete, responses)
+            yield Door("GET", f"{base}/models", self._models, chat)
+            yield Door("GET", f"{base}/models/{{model:path}}", self._models, chat)
         yield Door("POST", "/v1/messages", self._calls("messages", messages), messages)
         yield Door("POST", "/v1/messages/count_tokens", self._counts(messages), messages)
-        yield Door("POST", "/openai/responses", self._calls("responses", responses), responses)
-        for path, dialect in untranslated.items():  # Azure's deployments
-            yield Door("POST", f"/openai/deployments/{{model}}/{path}", self._calls(path, dialect), dialect)
 
     async def _models(self, request: Request, identity: Identity) -> Response:
         """The list of models and, with a path parameter ``model``, one of them."""
@@ -155,6 +160,7 @@ class Proxy:
     def forget(self, rollout_id: str) -> None:
         """A rollout has closed (set ``closed`` on its context first): drop what is kept of it in memory."""
         self._recorder.forget(rollout_id)
+        self._memory.forget_all(owner_of(rollout_id))
 
     def engine_changed(self) -> None:
         """The engine was restarted or replaced: learn its tokenizer anew."""
@@ -205,11 +211,13 @@ class Proxy:
                         body=asked,
                         headers=headers,
                     )
-                body, writer = dialect.read(asked, identity.owner)
-                dialect.endpoint.check(body)
+                body, writer = _read(dialect, asked, identity.owner)
                 body = wire.bounded(body, dialect.endpoint.token_limits, self.limits.answer_tokens)
+                await self.ready()
             except wire.BadRequestError as error:
                 return self._refused(error, dialect)
+            except EngineError as error:
+                return self._failed(error, dialect)
             except ClientDisconnect:
                 return self._gone()
             return Exchange(
@@ -226,30 +234,43 @@ class Proxy:
                 asked = await self._body(request)
                 if self._upstream(asked["model"], dialect) is not None:
                     raise wire.BadRequestError("the tokens of a provider's model cannot be counted here", param="model")
-                body, _ = dialect.read({"max_tokens": 1, **asked}, identity.owner)
-                dialect.endpoint.check(body)
-                prompt = await self._prompt(body, "template", None)
-                ids = await self._renderer.tokenize(
-                    prompt.messages, prompt.tools, chat_template_kwargs=template_kwargs(body)
-                )
+                body, _ = _read(dialect, {"max_tokens": 1, **asked}, identity.owner)
+                count = await self._count(body)
             except wire.BadRequestError as error:
                 return self._refused(error, dialect)
-            except TemplateError as error:
-                return self._refused(wire.BadRequestError(str(error), param="messages"), dialect)
             except EngineError as error:
-                self.counters.errors += 1
-                envelope = wire.envelope(error.status, str(error), code=error.code)
-                return _json(error.status, dialect.refused(error.status, envelope))
+                return self._failed(error, dialect)
             except ClientDisconnect:
                 return self._gone()
-            return _json(200, dialect.counted(len(ids)))
+            return _json(200, dialect.counted(count))
 
         return answer
+
+    async def _count(self, body: dict[str, Any]) -> int:
+        """The tokens of a chat request's prompt. BadRequestError; EngineError, also if there is no place or no time."""
+        await self.ready()
+        try:
+            async with self._gate, asyncio.timeout(self.limits.first_byte_seconds):
+                prompt = await self._prompt(body, "template", None)
+                kwargs = template_kwargs(body)
+                return len(await self._renderer.tokenize(prompt.messages, prompt.tools, chat_template_kwargs=kwargs))
+        except TemplateError as error:
+            raise wire.BadRequestError(str(error), param="messages") from error
+        except TimeoutError:
+            raise EngineError("the engine did not answer in time", 504, "deadline") from None
+        except Overloaded as error:
+            raise EngineError(str(error), error.status, "overloaded") from error
 
     def _refused(self, error: wire.BadRequestError, dialect: Dialect) -> Response:
         self.counters.refused_bad += 1
         envelope = wire.envelope(error.status, str(error), param=error.param, code=error.code)
         return _json(error.status, dialect.refused(error.status, envelope))
+
+    def _failed(self, error: EngineError, dialect: Dialect) -> Response:
+        self.counters.errors += 1
+        content = dialect.refused(error.status, wire.envelope(error.status, str(error), code=error.code))
+        headers = {"retry-after": "5"} if error.status in (429, 503) else None
+        return Response(content, error.status, headers, "application/json")
 
     def _gone(self) -> Response:
         self.counters.cancelled += 1
@@ -259,18 +280,17 @@ class Proxy:
         """The request's body, checked as far as all dialects are alike."""
         given = await self._read(request)
         deployment = request.path_params.get("model")
-        if deployment is not None and isinstance(given, dict):
-            given.setdefault("model", deployment)
+        if deployment is not None and isinstance(given, dict):  # Azure's: whatever model the body names
+            given["model"] = deployment
         return wire.check_body(given, n_limit=self.limits.n)
 
     def _upstream(self, model: str, dialect: Dialect) -> Upstream | None:
         """The provider that a model's calls go to; None where the policy answers for it. BadRequestError if nobody."""
-        if self._policy.claims(model):
-            return None
-        upstream = self._providers.find(model, dialect.form)
+        claimed = self._policy.claims(model)
+        upstream = None if claimed else self._providers.find(model, dialect.form)
         if upstream is not None or self._policy.answers(model):
             return upstream
-        formats = " and ".join(self._providers.formats(model))
+        formats = "" if claimed else " and ".join(self._providers.formats(model))
         why = f"its provider is asked in {formats}'s format only" if formats else "no policy answers for it"
         raise wire.BadRequestError(
             f"the model {model!r} does not exist: {why}", status=404, param="model", code="model_not_found"
@@ -317,6 +337,20 @@ class Proxy:
             return await prefixer.prompt(body, ())
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise wire.BadRequestError(f"messages or tools cannot be read: {error}", param="messages") from error
+
+
+async def _at_once() -> None:
+    return
+
+
+def _read(dialect: Dialect, asked: dict[str, Any], owner: str) -> tuple[dict[str, Any], Writer]:
+    """The endpoint's request and the writer of its answer; whatever is odd about a request is a BadRequestError."""
+    try:
+        body, writer = dialect.read(asked, owner)
+        dialect.endpoint.check(body)
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise wire.BadRequestError(f"the request has an unknown shape: {error}") from error
+    return body, writer
 
 
 def _json(status: int, content: bytes) -> Response:

@@ -6,6 +6,7 @@ It refuses to know what the work is.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -61,22 +62,25 @@ class Attended(Response):
         await self._send_last(send, content)
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._write(send, {"type": "http.response.start", "status": status, "headers": headers})
         self._started = True
         self._observed.answered(status)
 
     async def _send_part(self, send: Send, content: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._write_seconds):
-                await send({"type": "http.response.body", "body": content, "more_body": True})
-        except TimeoutError:
-            raise StuckClientError from None
+        await self._write(send, {"type": "http.response.body", "body": content, "more_body": True})
         self._observed.told()
 
     async def _send_last(self, send: Send, content: bytes) -> None:
-        await send({"type": "http.response.body", "body": content, "more_body": False})
+        await self._write(send, {"type": "http.response.body", "body": content, "more_body": False})
         self._delivered = True
         self._observed.told()
+
+    async def _write(self, send: Send, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._write_seconds):
+                await send(message)
+        except TimeoutError:
+            raise StuckClientError from None
 
 
 async def _gone(receive: Receive) -> None:

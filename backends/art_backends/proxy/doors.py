@@ -28,13 +28,12 @@ class Counting(Dialect, Protocol):
 
 @dataclass(frozen=True)
 class Door:
-    """``path`` is as Starlette writes them. ``asks_engine``: it cannot be answered while the engine is away."""
+    """``path`` is as Starlette writes them."""
 
     method: str
     path: str
     answer: Answer
     dialect: Dialect
-    asks_engine: bool = True
 
 
 class Doors:

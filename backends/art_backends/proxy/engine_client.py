@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import orjson
@@ -127,11 +129,11 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
         event_bytes: int = 64 * 1024 * 1024,
         reply_bytes: int = 256 * 1024 * 1024,
-        trust_env: bool = False,
+        proxied: bool = False,
     ) -> None:
         """Exactly one of ``uds`` (path of a socket) and ``url`` (scheme, host, port; a path prefix is kept).
 
-        ``trust_env``: go through the proxies that the environment names.
+        ``proxied``: go through the proxy that the environment names for this host.
         """
         if (uds is None) == (url is None):
             raise ValueError("exactly one of uds and url")
@@ -140,7 +142,7 @@ class EngineClient:
         self._own_headers = dict(headers or {})
         self._event_bytes = event_bytes
         self._reply_bytes = reply_bytes
-        self._trust_env = trust_env
+        self._proxy = _proxy(self._base) if proxied else None
         self._session: aiohttp.ClientSession | None = None
         self._tokenizer: dict[str, Any] | None = None
 
@@ -160,7 +162,7 @@ class EngineClient:
                 read_bufsize=READ_BYTES,
                 max_line_size=_HEADER_BYTES,
                 max_field_size=_HEADER_BYTES,
-                trust_env=self._trust_env,
+                trust_env=False,  # it would read ~/.netrc, too
                 json_serialize=lambda value: orjson.dumps(value).decode(),
             )
         return self._session
@@ -188,7 +190,9 @@ class EngineClient:
         sent |= {name.lower(): value for name, value in self._own_headers.items()}
         with _failures():
             async with asyncio.timeout(first_byte_seconds):
-                response = await self._open().post(self._base + path, data=content, headers=sent, allow_redirects=False)
+                response = await self._open().post(
+                    self._base + path, data=content, headers=sent, allow_redirects=False, proxy=self._proxy
+                )
         try:
             yield EngineStream(response, event_bytes=self._event_bytes, reply_bytes=self._reply_bytes)
         finally:
@@ -303,6 +307,14 @@ class EngineClient:
         if reply.status != 200:
             raise _refused(reply, path)
         return _object(reply, path)
+
+
+def _proxy(base: str) -> str | None:
+    """The proxy that the environment names for an address."""
+    parts = urlsplit(base)
+    if parts.hostname is None or proxy_bypass(parts.hostname):
+        return None
+    return getproxies().get(parts.scheme)
 
 
 def _object(reply: EngineReply, what: str) -> dict[str, Any]:

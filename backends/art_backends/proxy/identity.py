@@ -59,4 +59,9 @@ class Identity:
     @property
     def owner(self) -> str:
         """Whose calls these are: a rollout's own, or those of all who have the key of an app."""
-        return f"rollout {self.rollout.id}" if self.rollout is not None else f"{self.kind} {self.policy or ''}"
+        return owner_of(self.rollout.id) if self.rollout is not None else f"{self.kind} {self.policy or ''}"
+
+
+def owner_of(rollout_id: str) -> str:
+    """``Identity.owner`` of a rollout's calls."""
+    return f"rollout {rollout_id}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from art_backends.proxy import sse, wire
 from art_backends.proxy.attended import Attended, StuckClientError
 from art_backends.proxy.dialect import Dialect
 from art_backends.proxy.engine_client import EngineStream
-from art_backends.proxy.identity import Identity
+from art_backends.proxy.identity import Identity, RolloutContext
 from art_backends.proxy.limits import Overloaded
 from art_backends.proxy.providers import Upstream
 from art_backends.proxy.recorder import Recording
@@ -31,6 +32,7 @@ from art_backends.trajectories import CallStatus, CaptureLevel, Choice, Sampling
 log = logging.getLogger(__name__)
 
 _ERROR_TEXT = 1000  # characters of an error kept in the record
+_ENDS = re.compile(rb"\[DONE\]|response\.(completed|incomplete|failed)|message_stop")  # of a stream, in any format
 
 
 class PassThrough(Attended):
@@ -57,55 +59,32 @@ class PassThrough(Attended):
         self._request = body
         self._request_headers = headers
         self._listener = dialect.listener()
+        self._splitter = sse.Splitter()
+        self._deaf = False  # the answer was not understood: no more of it is listened to
         self._recording: Recording | None = None
 
     async def _work(self, send: Send) -> None:
         services, context = self._services, self._identity.rollout
-        attributed = context is not None and not context.closed
+        if context is not None and context.closed:
+            services.counters.late += 1
+            context = None
         try:
             async with services.gate:
-                services.running[id(self)] = context.id if context and attributed else None, time.monotonic()
+                services.running[id(self)] = None if context is None else context.id, time.monotonic()
                 services.counters.passed += 1
                 try:
-                    if context is not None and attributed:
-                        self._recording = await services.recorder.begin(
-                            context,
-                            request=self._as_chat(),
-                            model=self._request["model"],
-                            node=wire.node(dict(self._request_headers)),
-                            retry=wire.retry_count(dict(self._request_headers)),
-                            sampling=Sampling(),
-                        )
-                    await self._attend(send)
+                    await self._attend(send, context)
                 finally:
                     del services.running[id(self)]
-                    if self._recording is not None:
-                        services.recorder.end(self._recording)
         except Overloaded as refusal:
             content = self._dialect.refused(refusal.status, wire.envelope(refusal.status, str(refusal)))
             await self._answer(send, refusal.status, [(b"retry-after", str(refusal.retry_after).encode())], content)
 
-    def _as_chat(self) -> dict[str, Any]:
-        """The request as the record has it: as a chat completion, if it can be one."""
+    async def _attend(self, send: Send, context: RolloutContext | None) -> None:
         try:
-            return self._dialect.read(self._request, self._identity.owner)[0]
-        except wire.BadRequestError:
-            return self._request
-
-    async def _attend(self, send: Send) -> None:
-        limits = self._services.limits
-        self._observed.belongs(None if self._recording is None else self._recording.context.id, None)
-        headers = wire.request_headers(self._request_headers, None) + self._observed.onward()
-        content = orjson.dumps(wire.without_addresses(self._request))
-        try:
-            async with self._upstream.client.open(
-                self._path, content, headers, first_byte_seconds=limits.first_byte_seconds
-            ) as reply:
-                async with asyncio.timeout(limits.total_seconds):
-                    if reply.status == 200 and reply.is_events:
-                        await self._stream(send, reply)
-                    else:
-                        await self._whole(send, reply)
+            if context is not None:
+                await self._begin(context)
+            await self._ask(send)
         except asyncio.CancelledError:
             if not self._delivered:
                 self._services.counters.cancelled += 1
@@ -118,6 +97,44 @@ class PassThrough(Attended):
             status = error.status if isinstance(error, EngineError) else 504
             said = str(error) if isinstance(error, EngineError) else "it did not answer in time"
             await self._fail(send, status, said.replace("the engine", "it"))
+        except Exception as error:  # boundary: whatever goes wrong in here, the call gets an outcome
+            log.exception("a call to a provider failed in the proxy")
+            await self._fail(send, 502, f"the proxy failed: {type(error).__name__}")
+        finally:
+            if self._recording is not None:
+                self._services.recorder.end(self._recording)
+
+    async def _begin(self, context: RolloutContext) -> None:
+        self._observed.belongs(context.id, None)
+        headers = dict(self._request_headers)
+        self._recording = await self._services.recorder.begin(
+            context,
+            request=self._as_chat(),
+            model=self._request["model"],
+            node=wire.node(headers),
+            retry=wire.retry_count(headers),
+            sampling=Sampling(),
+        )
+
+    def _as_chat(self) -> dict[str, Any]:
+        """The request as the record has it: as a chat completion, if it can be one."""
+        try:
+            return self._dialect.read(self._request, self._identity.owner)[0]
+        except Exception:  # noqa: BLE001 - boundary: what cannot be read here is for the provider to read
+            return self._request
+
+    async def _ask(self, send: Send) -> None:
+        limits = self._services.limits
+        headers = wire.request_headers(self._request_headers, None) + self._observed.onward()
+        content = orjson.dumps(wire.without_addresses(self._request))
+        async with self._upstream.client.open(
+            self._path, content, headers, first_byte_seconds=limits.first_byte_seconds
+        ) as reply:
+            async with asyncio.timeout(limits.total_seconds):
+                if reply.status == 200 and reply.is_events:
+                    await self._stream(send, reply)
+                else:
+                    await self._whole(send, reply)
 
     async def _whole(self, send: Send, reply: EngineStream) -> None:
         content = await reply.read()
@@ -126,31 +143,36 @@ class PassThrough(Attended):
             await self._finish(CallStatus.OK)
         else:
             said = content[:_ERROR_TEXT].decode(errors="replace")
-            await self._finish(CallStatus.ERROR, error=f"{self._upstream.name}: {reply.status} {said}"[:_ERROR_TEXT])
+            await self._finish(CallStatus.ERROR, error=f"{reply.status} {self._upstream.name}: {said}"[:_ERROR_TEXT])
         status = 502 if 300 <= reply.status < 400 else reply.status
         await self._answer(send, status, wire.reply_headers(reply.headers), content)
 
     async def _stream(self, send: Send, reply: EngineStream) -> None:
         limits = self._services.limits
-        splitter = sse.Splitter(limits.event_bytes)
+        self._splitter = sse.Splitter(limits.event_bytes)
         await self._start(send, 200, wire.reply_headers(reply.headers))
-        before = b""  # the last read is held until the outcome is durable
+        held: list[bytes] = []  # of a recorded call, from its end on: sent when the outcome is durable
         while read := await reply.next_read(limits.idle_seconds):
-            if before:
-                await self._send_part(send, before)
-            before = read
-            for event in splitter.feed(read):
-                if event.data is not None:
-                    self._hear(self._listener.event, event.data)
+            self._hear(self._events, read)
+            if held or (self._recording is not None and _ENDS.search(read)):
+                held.append(read)
+            else:
+                await self._send_part(send, read)
         await self._finish(CallStatus.OK)
-        await self._send_last(send, before)
+        await self._send_last(send, b"".join(held))
+
+    def _events(self, read: bytes) -> None:
+        for event in self._splitter.feed(read):
+            if event.data is not None:
+                self._listener.event(event.data)
 
     def _hear(self, listen: Callable[..., Any], *content: bytes) -> Any:
-        if self._recording is None:
+        if self._recording is None or self._deaf:
             return None
         try:
             return listen(*content)
         except Exception as error:  # noqa: BLE001 - boundary: the agent gets its answer, understood by us or not
+            self._deaf = True
             log.info("an answer of %s could not be read for the record: %s", self._upstream.name, error)
             return None
 
@@ -158,7 +180,7 @@ class PassThrough(Attended):
         """The provider cannot be reached, or broke off. A stream that has begun is cut: nobody takes it for whole."""
         self._services.counters.errors += 1
         message = f"provider {self._upstream.name}: {said}"
-        await self._finish(CallStatus.ERROR, error=message[:_ERROR_TEXT])
+        await self._finish(CallStatus.ERROR, error=f"{status} {message}"[:_ERROR_TEXT])
         if self._started:
             self._delivered = True
             return

@@ -61,5 +61,5 @@ def _upstream(provider: Provider, environment: Mapping[str, str]) -> Upstream:
         headers = {"x-api-key": key}
     elif key:
         headers = {"authorization": f"Bearer {key}"}
-    client = EngineClient(url=provider.url, headers=headers, trust_env=True)
+    client = EngineClient(url=provider.url, headers=headers, proxied=True)
     return Upstream(provider.name, provider.format, tuple(provider.models), client)

@@ -58,7 +58,8 @@ _ENGINE_DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "priori
 _TEMPLATE_REFUSED = frozenset({"chat_template", "tokenize"})
 _MEDIA = ("image_url", "video_url", "audio_url", "input_audio", "file")
 
-_DEPTH = 200  # orjson writes 254 levels; ours adds a few
+_DEPTH = 200  # levels of a request's body
+_WRITTEN = 253  # levels that orjson writes: what is made of a request has some of its own
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -142,7 +143,10 @@ def decode_body(content: bytes) -> Any:
     try:
         body = orjson.loads(content)
         if content.count(b"[") + content.count(b"{") > _DEPTH:
-            orjson.dumps(body)
+            deep = body
+            for _ in range(_WRITTEN - _DEPTH):
+                deep = [deep]
+            orjson.dumps(deep)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from None
     except orjson.JSONEncodeError:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from art_backends.errors import ArtError
+from art_backends.errors import ArtError, EngineError
 from art_backends.proxy.app import Proxy
 from art_backends.proxy.doors import Door
 from art_backends.proxy.observing import CONTENT_TYPE
@@ -40,27 +40,27 @@ def build(
     """
     waiting = 0
 
-    async def away() -> Response | None:
+    async def ready() -> None:
         nonlocal waiting
         if engine_up():
-            return None
+            return
         problem = f"{waiting} calls are waiting for the engine"
         if waiting < RESTART_CALLS:
             waiting += 1
             try:
                 await wait_for_engine(RESTART_SECONDS)
-                return None
+                return
             except ArtError as failure:
                 problem = str(failure).partition("; ")[0]  # without the log's tail, which is not the app's to read
             finally:
                 waiting -= 1
-        message = f"the engine is being restarted; try again ({problem})"
-        return error(503, "engine_restarting", message, {"retry-after": "5"})
+        raise EngineError(f"the engine is being restarted; try again ({problem})", 503, "engine_restarting")
+
+    proxy.ready = ready
 
     def through(door: Door) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            refusal = await away() if door.asks_engine else None
-            return refusal or await door.answer(request, request.state.identity)
+            return await door.answer(request, request.state.identity)
 
         return answer
 

@@ -156,15 +156,21 @@ class Guard:
         keys = [key for key in keys if key]
         if not keys and path_token is None:
             return error(401, "no_token", f"a key is needed, {_WAY}; {_where(control=control)}", _CHALLENGE)
-        try:
-            known = [found for key in keys if (found := await self._sessions.identify(key)) is not None]
-            if path_token is not None:
-                identity = await self._sessions.identify(path_token)
-            else:
-                identity = known[0] if known else None
-        except StoreError as problem:
-            log.error("a token could not be looked up: %s", problem)
-            return error(503, "store_unavailable", "the token cannot be looked up now", {"retry-after": "1"})
+        identity: Identity | None = None
+        known: list[Identity] = []
+        for key in keys if path_token is None else [path_token, *keys]:
+            try:
+                found = await self._sessions.identify(key)
+            except StoreError as problem:
+                if identity is not None:  # a key beside one that is known matters only if it is known, too
+                    continue
+                log.error("a token could not be looked up: %s", problem)
+                return error(503, "store_unavailable", "the token cannot be looked up now", {"retry-after": "1"})
+            if key == path_token and found is None:
+                break
+            if found is not None:
+                identity = identity or found
+                known.append(found)
         if identity is None:
             message = f"this key is not known here; {_where(control=control)}"
             return error(401, "unknown_token", message, _CHALLENGE)

@@ -38,14 +38,13 @@ class PolicyTable:
     def answers(self, model: str) -> bool:
         """Whether calls for this model name are this policy's: any name if it has no list, its own names always, and
         those of its versions as long as they are loaded."""
-        return self.claims(model) or (not self.models and self.number(model) is None)
+        number = self.number(model)
+        return number in self.loaded if number is not None else self.claims(model) or not self.models
 
     def claims(self, model: str) -> bool:
-        """Whether a model name is this policy's in so many words, whatever providers there are."""
-        number = self.number(model)
-        if number is not None:
-            return number in self.loaded
-        return model in self.models or model == self.name
+        """Whether a model name is this policy's in so many words, whatever providers there are: its names, and those
+        of its versions, whether they are loaded or not."""
+        return model in self.models or model == self.name or self.number(model) is not None
 
     def number(self, version: str) -> int | None:
         return version_number(self.name, version)

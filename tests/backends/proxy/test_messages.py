@@ -45,7 +45,7 @@ def read(**body: Any) -> dict[str, Any]:
     [
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
-            [{"role": "user", "content": "ab"}],
+            [{"role": "user", "content": "a\nb"}],
         ),
         (
             [
@@ -170,6 +170,7 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
         ({"tools": {}}, None),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"n": 2}, "n must be 1"),
         ({"container": "c"}, "container lives on Anthropic's servers"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"messages": 1}, "messages must be a list"),
@@ -292,6 +293,60 @@ async def test_arguments_that_are_no_object_reach_the_app_as_they_are(
     else:
         got = await sdk.messages.create(**ASKED, tools=[TOOL])
     assert got.content[0].input == {"INVALID_JSON": written}
+
+
+async def test_numbers_come_as_the_model_wrote_them(w: World) -> None:
+    written = '{"id": 123456789012345678901234567890, "x": 1.50}'
+    w.engine.script.append(whole(called(("c1", written)), "tool_calls"))
+    reply = await w.http.post("/v1/messages", json={**ASKED, "tools": [TOOL]})
+    assert f'"input":{written}' in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_forced_call_ends_with_a_tool_use_whatever_the_engine_says(
+    w: World, sdk: anthropic.AsyncAnthropic, stream: bool
+) -> None:
+    call = called(("c1", "{}"))
+    w.engine.script.append(deltas({"tool_calls": [{**call["tool_calls"][0], "index": 0}]}) if stream else whole(call))
+    if stream:
+        async with sdk.messages.stream(**ASKED, tools=[TOOL]) as answered:
+            got = await answered.get_final_message()
+    else:
+        got = await sdk.messages.create(**ASKED, tools=[TOOL], tool_choice={"type": "tool", "name": "look_up"})
+    assert got.stop_reason == "tool_use"
+
+
+async def test_what_claude_code_sends_by_itself_is_taken(w: World, sdk: anthropic.AsyncAnthropic) -> None:
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    await sdk.messages.create(**ASKED, extra_body={"context_management": edits})
+    assert "context_management" not in w.engine.chats[0].body
+
+
+ODD: list[dict[str, Any]] = [
+    {"messages": [{"role": [], "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": []}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "source": 5}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": 5}]}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "text", "text": 5}]}]},
+    {"tools": [TOOL], "tool_choice": {"type": []}},
+    {"tools": [5]},
+    {"tools": [{**TOOL, "type": []}]},
+    {"tools": [{**TOOL, "input_schema": 5}]},
+    {"thinking": {"type": []}},
+    {"chat_template_kwargs": 5, "thinking": {"type": "enabled"}},
+    {"output_config": 5},
+    {"output_config": {"format": 5}},
+    {"stop_sequences": 5},
+    {"max_tokens": "9"},
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_no_odd_request_is_the_server_s_fault(w: World, odd: dict[str, Any], path: str) -> None:
+    reply = await w.http.post(path, json={**ASKED, **odd})
+    assert reply.status_code in (200, 400, 501), reply.text  # the engine here has no /tokenize
 
 
 async def test_comments_of_the_engine_are_pings(w: World) -> None:

@@ -10,8 +10,9 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from art_backends.config import Provider, TrainConfig, make_config
+from art_backends.config import Limits, Provider, TrainConfig, make_config
 from art_backends.errors import ConfigError
+from art_backends.proxy.engine_client import _proxy
 from art_backends.proxy.providers import Providers
 from art_backends.trajectories import CallStatus, CaptureLevel
 
@@ -56,7 +57,7 @@ SAID: Any = {
 
 
 @asynccontextmanager
-async def provided() -> AsyncIterator[tuple[World, FakeEngine]]:
+async def provided(limits: Limits | None = None) -> AsyncIterator[tuple[World, FakeEngine]]:
     """A policy for "policy-model", and a provider of both formats at an address of its own."""
     upstream = FakeEngine()
     server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0)
@@ -67,7 +68,7 @@ async def provided() -> AsyncIterator[tuple[World, FakeEngine]]:
     ]
     providers = Providers(configured, KEYS)
     try:
-        async with faked(providers=providers) as world:
+        async with faked(limits, providers=providers) as world:
             yield world, upstream
     finally:
         upstream.release.set()
@@ -211,7 +212,60 @@ async def test_its_refusals_are_the_app_s(code: int) -> None:
         reply = await w.http.post("/v1/chat/completions", json={"model": "gpt-4o", "messages": USER})
         assert (reply.status_code, reply.json()["error"]["mine"], reply.headers["retry-after"]) == (code, True, "7")
         call = w.store.only
-        assert (call.status, call.error[:10]) == (CallStatus.ERROR, f"open: {code} ")
+        assert call.status is CallStatus.ERROR
+        assert (call.error or "").startswith(f"{code} open: ")
+
+
+async def test_what_cannot_be_read_here_goes_through_and_is_kept_as_it_is() -> None:
+    async with provided() as (w, upstream):
+        odd: Any = {"model": "gpt-5", "input": [{"type": "computer_call", "content": 5}]}
+        upstream.script.append(status(200, {"unheard": "of"}))
+        assert (await w.http.post("/v1/responses", json=odd)).json() == {"unheard": "of"}
+        assert upstream.asked[0].body == odd
+        call = w.store.only
+        assert (call.status, call.request, call.choices) == (CallStatus.OK, odd, [])
+
+
+async def test_a_stream_is_not_held_back() -> None:
+    """Each read of the provider's reaches the client before the next one is there; the end waits for the record."""
+    async with provided() as (w, upstream):
+        first = chunk([{"index": 0, "delta": {"content": "H"}, "finish_reason": None}])
+        upstream.script.append(sse([first, b"[DONE]"], hold_after=1))
+        reader, _ = await w.raw({"model": "gpt-4o", "messages": USER, "stream": True})
+        await asyncio.wait_for(reader.readuntil(first), WAIT)
+        w.store.allow.clear()
+        upstream.release.set()
+        await asyncio.wait_for(w.store.finishing.wait(), WAIT)
+        assert b"[DONE]" not in reader._buffer  # type: ignore[attr-defined]
+        w.store.allow.set()
+        await asyncio.wait_for(reader.readuntil(b"[DONE]"), WAIT)
+
+
+async def test_an_event_too_large_to_be_heard_reaches_the_client() -> None:
+    async with provided(Limits(event_bytes=50)) as (w, upstream):
+        long = chunk([{"index": 0, "delta": {"content": "H" * 100}, "finish_reason": "stop"}])
+        upstream.script.append(sse([long, b"[DONE]"]))
+        reply = await w.http.post("/v1/chat/completions", json={"model": "gpt-4o", "messages": USER, "stream": True})
+        assert reply.text.endswith("data: [DONE]\n\n")
+        assert w.store.only.status is CallStatus.OK
+
+
+async def test_the_user_s_netrc_goes_nowhere(tmp_path: Any, monkeypatch: Any) -> None:
+    (tmp_path / "netrc").write_text("default login me password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    async with provided() as (w, upstream), claude(w) as sdk:
+        upstream.script.append(whole_message())
+        await sdk.messages.create(model="claude-x", max_tokens=9, messages=USER)
+        assert "authorization" not in upstream.asked[0].headers
+
+
+def test_the_environment_s_proxy_is_used_but_not_for_whom_it_excludes(monkeypatch: Any) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    assert _proxy("https://api.openai.com") == "http://proxy:3128"
+    assert _proxy("https://inside.example") is None
+    assert _proxy("http://api.openai.com") is None
 
 
 async def test_a_redirect_is_not_followed() -> None:

@@ -59,7 +59,7 @@ def read(memory: Memory | None = None, owner: str = "me", **body: Any) -> dict[s
         ([{"role": "developer", "content": "Be short."}], [{"role": "system", "content": "Be short."}]),
         (
             [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
-            [{"role": "user", "content": "ab"}],
+            [{"role": "user", "content": "a\nb"}],
         ),
         (
             [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]}],
@@ -98,6 +98,49 @@ def read(memory: Memory | None = None, owner: str = "me", **body: Any) -> dict[s
 )
 def test_items_become_messages(given: Any, messages: list[Any]) -> None:
     assert read(input=given)["messages"] == messages
+
+
+def test_thoughts_in_pieces_are_one_turn_s() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c1", "name": "look_up", "arguments": "{}"}
+    said = read(input=[thought("a"), thought("b"), thought(""), call, thought(""), {**call, "call_id": "c2"}])[
+        "messages"
+    ]
+    assert said == [called(("c1", "{}"), ("c2", "{}"), reasoning="ab")]
+
+
+ODD: list[dict[str, Any]] = [
+    {"input": [{"role": "user", "content": [{"type": [], "text": "x"}]}]},
+    {"input": [{"role": [], "content": "x"}]},
+    {"input": [{"type": {}, "role": "user"}]},
+    {"input": [{"type": "reasoning", "content": 5}]},
+    {"input": [{"type": "reasoning", "content": [{"text": ["a"]}]}]},
+    {"input": [{"type": "reasoning", "summary": [{"text": 5}, 7]}]},
+    {"input": [{"type": "item_reference", "id": []}]},
+    {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [{"name": []}]}},
+    {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": 5}},
+    {"tools": [FUNCTION], "tool_choice": {"type": []}},
+    {"tools": [5]},
+    {"tools": [{**FUNCTION, "name": []}]},
+    {"text": 5},
+    {"text": {"format": 5}},
+    {"text": {"format": {"type": []}}},
+    {"reasoning": 5},
+    {"include": 5},
+    {"previous_response_id": []},
+    {"stream": "yes"},
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+async def test_no_odd_request_is_the_server_s_fault(w: World, odd: dict[str, Any]) -> None:
+    reply = await w.http.post("/v1/responses", json={"model": "m", "input": "x", **odd})
+    assert reply.status_code in (200, 400, 404), reply.text
+    assert (
+        await w.http.post("/v1/responses/input_tokens", json={"model": "m", "input": "x", **odd})
+    ).status_code != 500
 
 
 def test_fields_take_chat_s_names_and_unknown_ones_pass() -> None:
@@ -344,7 +387,11 @@ async def test_an_error_inside_a_stream_fails_the_response_and_raises(w: World) 
     assert "out of memory" in str(failure)
     assert (seen[-1].type, seen[-1].response.status) == ("response.failed", "failed")
     assert seen[-1].response.error.message == "out of memory"
-    assert w.store.only.status is CallStatus.ERROR
+    w.engine.script.append(sse([b'{"error": {"message": "out of memory", "code": 500}}', b"[DONE]"]))
+    raw = await w.http.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
+    assert '"type":"error"' in raw.text
+    assert '"code":"500"' in raw.text, "a text, as clients that check it expect"
+    assert w.store.all[0].status is CallStatus.ERROR
 
 
 async def test_a_stream_that_breaks_off_is_no_response(w: World) -> None:
@@ -378,6 +425,11 @@ async def test_remembered_responses_are_their_owner_s_alone(w: World) -> None:
     with pytest.raises(openai.NotFoundError):
         await other.responses.delete(kept.id)
     await mine.responses.delete(kept.id)
+    last = await mine.responses.create(model="m", input="x")
+    w.context.closed = True
+    w.proxy.forget(w.context.id)
+    with pytest.raises(openai.NotFoundError):
+        await mine.responses.retrieve(last.id)
     with pytest.raises(openai.NotFoundError):
         await mine.responses.retrieve(kept.id)
 

@@ -134,6 +134,8 @@ async def test_each_dialect_has_its_doors_and_its_words_for_a_refusal(start: Any
         message = {"model": "m", "max_tokens": 5, "messages": CHAT["messages"]}
         for path, body in {
             "/openai/deployments/gpt-4o/chat/completions?api-version=2024-10-21": {"messages": CHAT["messages"]},
+            "/openai/deployments/Qwen%2FQwen3/chat/completions": {"model": None, "messages": CHAT["messages"]},
+            "/v1/deployments/gpt-4o/chat/completions": {"model": "other", "messages": CHAT["messages"]},
             "/openai/v1/chat/completions": CHAT,
             "/v1/messages": message,
             "/v1/responses": {"model": "m", "input": "hi"},

@@ -62,6 +62,7 @@ class Reply:
         self._calls: dict[int, dict[str, Any]] = {}
         self._finish: str | None = None
         self._stop: Any = None
+        self._refused = self._called_any = False
         self._usage: Mapping[str, Any] = {}
 
     def whole(self, data: dict[str, Any]) -> bytes:
@@ -74,12 +75,12 @@ class Reply:
             content.append({"type": "thinking", "thinking": thinking, "signature": ""})
         text = message.get("content") or message.get("refusal")
         if text:
-            content.append({"type": "text", "text": text, "citations": None})
+            content.append({"type": "text", "text": text})
         content += [_tool_use(call) for call in message.get("tool_calls") or ()]
         self._finish, self._stop = choice.get("finish_reason"), choice.get("stop_reason")
         self._usage = data.get("usage") or {}
-        refused = bool(message.get("refusal"))
-        return orjson.dumps(self._message(content) | self._end(refused=refused) | {"usage": self._counts()})
+        self._refused, self._called_any = bool(message.get("refusal")), bool(message.get("tool_calls"))
+        return orjson.dumps(self._message(content) | self._end() | {"usage": self._counts()})
 
     def chunk(self, data: dict[str, Any], name: bytes) -> bytes:
         """The events for a chunk."""
@@ -93,6 +94,7 @@ class Reply:
             delta = choice.get("delta") or {}
             self._flow("thinking", delta.get("reasoning") or delta.get("reasoning_content") or "")
             self._flow("text", delta.get("content") or delta.get("refusal") or "")
+            self._refused = self._refused or bool(delta.get("refusal"))
             for call in delta.get("tool_calls") or ():
                 self._called(call)
             if choice.get("finish_reason") is not None:
@@ -115,7 +117,7 @@ class Reply:
         if self._broken:
             return b""
         self._close()
-        self._event("message_delta", delta=self._end(refused=False), usage=self._counts())
+        self._event("message_delta", delta=self._end(), usage=self._counts())
         self._event("message_stop")
         return self._take()
 
@@ -126,7 +128,7 @@ class Reply:
             return
         if self._open != kind:
             self._stop_block()
-            empty = {"text": "", "citations": None} if kind == "text" else {"thinking": "", "signature": ""}
+            empty = {"text": ""} if kind == "text" else {"thinking": "", "signature": ""}
             self._start_block({"type": kind, **empty})
             self._open = kind
         self._event("content_block_delta", index=self._count - 1, delta={"type": f"{kind}_delta", kind: more})
@@ -147,6 +149,7 @@ class Reply:
         """End the open block, and tell the calls."""
         self._stop_block()
         calls, self._calls = self._calls, {}
+        self._called_any = self._called_any or bool(calls)
         for _, call in sorted(calls.items()):
             block = _tool_use(call)
             self._start_block({**block, "input": {}})
@@ -182,10 +185,12 @@ class Reply:
             "content": content,
         }
 
-    def _end(self, *, refused: bool) -> dict[str, Any]:
+    def _end(self) -> dict[str, Any]:
+        if self._called_any and self._finish in (None, "stop"):  # engines say "stop" of a call that was forced
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(self._stop, str) and self._finish == "stop":
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
-        reason = "refusal" if refused else STOPS.get(self._finish or "", "end_turn")
+        reason = "refusal" if self._refused else STOPS.get(self._finish or "", "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _counts(self) -> dict[str, Any]:
@@ -202,10 +207,10 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     written = function.get("arguments") or "{}"
     try:
-        given = orjson.loads(written)
+        is_object = isinstance(orjson.loads(written), dict)
     except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        given = {"INVALID_JSON": written}
+        is_object = False
+    # as it was written: numbers that do not fit into 64 bits would not come back
+    given = orjson.Fragment(written) if is_object else {"INVALID_JSON": written}
     name = call.get("id") or f"toolu_{uuid.uuid4().hex}"
     return {"type": "tool_use", "id": name, "name": function.get("name") or "", "input": given}

@@ -33,9 +33,10 @@ _TRANSLATED = frozenset(
         "inference_geo",
         "cache_control",
         "speed",
+        "context_management",  # what it trims is for the client to leave out here
     }
 )
-_ELSEWHERE = ("container", "mcp_servers", "context_management")
+_ELSEWHERE = ("container", "mcp_servers")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -46,6 +47,8 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
             _refuse(name, f"{name} lives on Anthropic's servers")
     if isinstance(body.get("max_tokens"), bool) or not isinstance(body.get("max_tokens"), int):
         _refuse("max_tokens", "max_tokens: a whole number is needed")
+    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
+        _refuse("n", "a message is one answer: n must be 1")
     if not isinstance(body.get("messages"), list):
         _refuse("messages", "messages must be a list")
     known = _TRANSLATED.union(_ELSEWHERE)
@@ -121,12 +124,12 @@ def _result(block: Mapping[str, Any], where: str) -> Message:
 
 
 def _content(blocks: Any, where: str) -> Any:
-    """One text where all of it is text, else chat's parts."""
+    """One text where all of it is text, a line for each block as engines do, else chat's parts."""
     if not isinstance(blocks, list):
         _refuse("messages", f"{where}: the content is a text or a list of blocks")
     parts = [_part(block, where) for block in blocks]
     if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
+        return "\n".join(part["text"] for part in parts)
     return parts
 
 
@@ -171,7 +174,7 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(choice, Mapping):
         if choice.get("type") == "tool":
             asked["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-        elif choice.get("type") in _CHOICES:
+        elif isinstance(choice.get("type"), str) and choice["type"] in _CHOICES:
             asked["tool_choice"] = _CHOICES[choice["type"]]
         else:
             _refuse("tool_choice", "the type of tool_choice is auto, any, tool or none")

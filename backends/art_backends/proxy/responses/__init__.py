@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
@@ -57,14 +57,18 @@ class Responses:
     async def retrieve(self, request: Request, identity: Identity) -> Response:
         """``GET /v1/responses/ID``."""
         found = self._memory.response(identity.owner, request.path_params["id"])
-        return _unknown(request) if found is None else JSONResponse(found)
+        return _unknown(request) if found is None else _json(found)
 
     async def delete(self, request: Request, identity: Identity) -> Response:
         """``DELETE /v1/responses/ID``."""
         name = request.path_params["id"]
         if not self._memory.forget(identity.owner, name):
             return _unknown(request)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return _json({"id": name, "object": "response", "deleted": True})
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
 
 
 def _unknown(request: Request) -> Response:

@@ -44,6 +44,8 @@ class Memory:
         self._seconds = seconds
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._items: dict[tuple[str, str], dict[str, Any]] = {}  # by owner and id
+        self._owned: dict[str, set[str]] = {}
         self._size = 0
 
     def keeper(self, owner: str, messages: Sequence[Message]) -> Callable[[dict[str, Any], Message], None]:
@@ -53,6 +55,8 @@ class Memory:
             whole = [*messages, answer]
             size = len(orjson.dumps([response, whole]))
             self._kept[response["id"]] = _Kept(owner, response, whole, size, self._clock() + self._seconds)
+            self._items |= {(owner, item["id"]): item for item in response["output"]}
+            self._owned.setdefault(owner, set()).add(response["id"])
             self._size += size
             self._tidy()
 
@@ -70,19 +74,20 @@ class Memory:
 
     def item(self, owner: str, name: str) -> dict[str, Any] | None:
         """An item of a response's output, by its id."""
-        for kept in reversed(self._kept.values()):
-            if kept.owner == owner and kept.until > self._clock():
-                for item in kept.response["output"]:
-                    if item["id"] == name:
-                        return dict(item)
-        return None
+        self._tidy()
+        return self._items.get((owner, name))
 
     def forget(self, owner: str, name: str) -> bool:
         """Whether there was such a response of this owner; it is gone now."""
         if self._find(owner, name) is None:
             return False
-        self._size -= self._kept.pop(name).size
+        self._drop(name)
         return True
+
+    def forget_all(self, owner: str) -> None:
+        """The owner is gone: so are its responses."""
+        for name in list(self._owned.get(owner, ())):
+            self._drop(name)
 
     def _find(self, owner: str, name: str) -> _Kept | None:
         self._tidy()
@@ -92,7 +97,17 @@ class Memory:
     def _tidy(self) -> None:
         now = self._clock()
         while self._kept:
-            oldest = next(iter(self._kept.values()))
+            name, oldest = next(iter(self._kept.items()))
             if len(self._kept) <= self._responses and self._size <= self._limit and oldest.until > now:
                 return
-            self._size -= self._kept.popitem(last=False)[1].size
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        kept = self._kept.pop(name)
+        self._size -= kept.size
+        for item in kept.response["output"]:
+            self._items.pop((kept.owner, item["id"]), None)
+        names = self._owned[kept.owner]
+        names.discard(name)
+        if not names:
+            del self._owned[kept.owner]

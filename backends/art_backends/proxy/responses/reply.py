@@ -112,7 +112,7 @@ class Reply:
         self._broken = True
         error = orjson.loads(content).get("error")
         told = error if isinstance(error, dict) else {"message": str(error)}
-        told = {"code": told.get("code") or "server_error", "message": str(told.get("message")), "param": None}
+        told = {"code": str(told.get("code") or "server_error"), "message": str(told.get("message")), "param": None}
         failed = {"code": "server_error", "message": told["message"]}
         output = self._stream.found
         response = {**self._response, "status": "failed", "error": failed, "output": output}

@@ -142,7 +142,7 @@ class _Conversation:
     def add(self, item: Mapping[str, Any], where: str) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message" and item.get("role") == "assistant":
-            self._said(_content(item.get("content"), where))
+            self._said(_content(item.get("content"), where, ""))
         elif kind == "message":
             role = item.get("role")
             if role not in ("user", "system", "developer"):
@@ -192,27 +192,32 @@ class _Conversation:
 
     def _thought(self, item: Mapping[str, Any]) -> None:
         parts = item.get("content") or item.get("summary") or ()
-        self._close()  # a turn begins with its thoughts
-        text = "".join(part.get("text") or "" for part in parts if isinstance(part, Mapping))
-        if text:
-            self._open()["reasoning"] = text
+        given = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        text = "".join(part for part in given if isinstance(part, str))
+        if not text:
+            return
+        if self._turn is not None and (self._turn["content"] is not None or "tool_calls" in self._turn):
+            self._close()  # a turn begins with its thoughts
+        turn = self._open()
+        turn["reasoning"] = turn.get("reasoning", "") + text
 
 
-def _content(content: Any, where: str) -> Any:
-    """A message's content: one text where all of it is text, else chat's parts."""
+def _content(content: Any, where: str, between: str = "\n") -> Any:
+    """A message's content: one text where all of it is text, else chat's parts. What a model said stands as it was
+    said; what it was told in several parts is told as engines do, a line each."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
         _refuse("input", f"{where}: the content must be a text or a list of parts")
     parts = [_part(part, where) for part in content]
     if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
+        return between.join(part["text"] for part in parts)
     return parts
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in _TEXT and isinstance(part.get(_TEXT[kind]), str):
+    if isinstance(kind, str) and kind in _TEXT and isinstance(part.get(_TEXT[kind]), str):
         return {"type": "text", "text": part[_TEXT[kind]]}
     if kind == "input_image" and isinstance(part.get("image_url"), str):
         image = {"url": part["image_url"]} | ({"detail": part["detail"]} if part.get("detail") else {})
@@ -238,7 +243,7 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         elif choice.get("type") == "allowed_tools":
             named = choice.get("tools") if isinstance(choice.get("tools"), list) else []
-            allowed = {tool.get("name") for tool in named if isinstance(tool, Mapping)}  # type: ignore[union-attr]
+            allowed = [tool.get("name") for tool in named if isinstance(tool, Mapping)]  # type: ignore[union-attr]
             tools = [tool for tool in tools if tool["function"]["name"] in allowed]
             choice = choice.get("mode") or "auto"
         else:
