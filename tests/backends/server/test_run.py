@@ -67,6 +67,24 @@ async def test_an_address_that_others_reach_needs_to_be_asked_for(start: Any) ->
             assert (await http.get("/health", headers={"host": "evil.com"})).status_code == 421
 
 
+async def test_answers_are_not_held_back_by_nagle(start: Any, monkeypatch: Any) -> None:
+    """asyncio switches it off for what says that it is TCP: seen at the connections of a server that runs."""
+    accepted: list[socket.socket] = []
+    usual = socket.socket.accept
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        connection, address = usual(listener)
+        accepted.append(connection)
+        return connection, address
+
+    async with start() as server:
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+            assert (await http.get("/health")).status_code == 200
+            connection = next(item for item in accepted if item.family == socket.AF_INET)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 async def test_settings_that_do_not_fit_the_folder(start: Any) -> None:
     async with start():
         pass
