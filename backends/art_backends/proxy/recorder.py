@@ -111,6 +111,9 @@ class Recorder:
                 version=context.version,
                 node=node,
                 request=dict(request),
+                # said here, because pydantic looks up the signature of a default's factory each time
+                prompt_token_ids=[],
+                choices=[],
                 sampling=sampling,
                 retry=retry,
                 started=time.time(),
