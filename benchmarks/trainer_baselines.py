@@ -1,7 +1,7 @@
 """What the trainer is compared with: transformers + peft on padded rows, and TRL's GRPO step on the same rollouts.
 
 A *row* is token ids and the spans of them that train, each with its advantage over Z. It refuses to be clever: rows are
-padded to the longest of their micro-batch, four at a time, as people do it by hand.
+padded to the longest of their micro-batch, four or, if they are long, fewer at a time, as people do it by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from art_backends.training import advantages, sequences
 
-MICRO_BATCH = 4
+MICRO_BATCH = 4  # rows
+MICRO_TOKENS = 4096  # padded: float32 logits of 49,152 ids, their softmax and its gradient take 2.4 GB
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ def _span(sample: sequences.Sample, plan: advantages.Plan) -> tuple[int, int, fl
 
 
 def micro_batches(rows: Sequence[Row]) -> list[list[Row]]:
-    """Four rows of like length at a time."""
-    ordered = sorted(rows, key=lambda row: len(row.tokens))
-    return [ordered[at : at + MICRO_BATCH] for at in range(0, len(ordered), MICRO_BATCH)]
+    """Rows of like length, as many at a time as the logits of all their positions leave memory for, four at most."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.tokens)):
+        last = batches[-1] if batches else []
+        if not last or len(last) == MICRO_BATCH or (len(last) + 1) * len(row.tokens) > MICRO_TOKENS:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def padded_tokens(batches: Sequence[Sequence[Row]]) -> int:
