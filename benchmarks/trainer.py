@@ -4,7 +4,7 @@ Shapes: ``quickstart``: groups of 8 rollouts, 512 prompt tokens common to all gr
 or three calls within 30 to 90 tokens. ``deep``: one group of 8 rollouts, 10 calls each, 4,000 tokens.
 
 Compared: this trainer (one prefix forest); the same kernels on padded rows (``padded``, one per branch); transformers +
-peft, padded, four rows (of long ones fewer) at a time, logits of every position, one row per branch (``peft``) and one per call
+peft, padded, at most four rows at a time, logits of every position, one row per branch (``peft``) and one per call
 (``rows_per_call``); and TRL's GRPO step on one row per branch (``trl``), where trl, accelerate and datasets are
 installed. The baselines compute every n-th of their batches (``--every``) and are scaled by tokens. The model is Llama
 of SmolLM2-135M's shape with random weights and the default LoRA. Gradients of the trees and of the padded rows are
