@@ -65,7 +65,7 @@ SIDEWAYS |= {("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
 SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts"), ("cli", "cli_train")}
 SIDEWAYS |= {("cli", "cli_folder"), ("cli_versions", "cli_folder"), ("cli_rollouts", "cli_folder")}
-SIDEWAYS |= {("failures", "capture")}
+SIDEWAYS |= {("failures", "capture"), ("failures", "functions")}
 # the loop's own helpers
 SIDEWAYS |= {("loop", "playing"), ("loop", "checks"), ("playing", "batches"), ("playing", "rollouts")}
 SIDEWAYS |= {("playing", "checks"), ("checks", "rollouts"), ("checks", "summary")}

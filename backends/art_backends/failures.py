@@ -15,6 +15,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from art_backends.capture import provider_of
 from art_backends.errors import ServerError
+from art_backends.functions import own_traceback
 from art_backends.trajectories import RolloutError
 
 TEXT = 20_000  # characters of an error's text or traceback that are kept
@@ -39,9 +40,10 @@ def _whose(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> RolloutError:
-    """An exception of the agent as data."""
-    lines = "".join(traceback.format_exception(error))
-    return RolloutError(type=type(error).__name__, message=plain(str(error)), traceback=plain(lines[-TEXT:]))
+    """An exception of the agent as data, with the frames that are the agent's own, if there are any."""
+    lines = own_traceback(error)
+    shown = plain(lines[-TEXT:]) if '\n  File "' in lines else None
+    return RolloutError(type=type(error).__name__, message=plain(str(error)), traceback=shown)
 
 
 def jsonable(value: Any) -> Any:

@@ -39,7 +39,7 @@ async def main() -> None:
                 name="forecaster",
                 model=kind("gpt-5", client),
                 tools=[weather],
-                model_settings=ModelSettings(tool_choice="required", max_tokens=200),
+                model_settings=ModelSettings(tool_choice="required", max_tokens=400),
             )
             called.clear()
             with suppress(MaxTurnsExceeded):  # a random model may go on calling

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx2
@@ -39,7 +39,7 @@ CITIES = ({"city": "Rome"}, {"city": "Oslo"})
 class Place(BaseModel):
     """What structured output is parsed to."""
 
-    city: str
+    city: Literal["Rome", "Oslo"]
 
 
 class Address:
@@ -75,7 +75,7 @@ def claude(address: Address) -> Iterator[anthropic.Anthropic]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_chat(sdk: openai.OpenAI, stream: bool) -> None:
-    asked: Any = {"model": "gpt-4o-mini", "max_completion_tokens": 40}
+    asked: Any = {"model": "gpt-4o-mini", "max_completion_tokens": 400}
     if stream:
         with sdk.chat.completions.stream(
             messages=[USER], tools=[CHAT_TOOL], tool_choice="required", **asked
@@ -87,19 +87,19 @@ def test_openai_chat(sdk: openai.OpenAI, stream: bool) -> None:
             .choices[0]
             .message
         )
-    (call,) = message.tool_calls or ()
-    assert json.loads(call.function.arguments) in CITIES
-    history: Any = [USER, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert message.tool_calls
+    assert all(json.loads(call.function.arguments) in CITIES for call in message.tool_calls)
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+    history: Any = [USER, message, *results]
     after = sdk.chat.completions.create(messages=history, tools=[CHAT_TOOL], tool_choice="none", **asked)
     assert after.choices[0].finish_reason in ("stop", "length")
 
 
 def test_openai_chat_parses(sdk: openai.OpenAI) -> None:
     got = sdk.chat.completions.parse(
-        model="gpt-4o-mini", messages=[USER], response_format=Place, max_completion_tokens=200, temperature=0
+        model="gpt-4o-mini", messages=[USER], response_format=Place, max_completion_tokens=400, temperature=0
     )
-    message = got.choices[0].message
-    assert isinstance(message.parsed, Place) or got.choices[0].finish_reason == "length"
+    assert isinstance(got.choices[0].message.parsed, Place)
 
 
 # the openai SDK, responses
@@ -108,20 +108,23 @@ def test_openai_chat_parses(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_id", [False, True])
 def test_openai_responses(sdk: openai.OpenAI, stream: bool, by_id: bool) -> None:
-    asked: Any = {"model": "gpt-5", "tools": [RESPONSE_TOOL], "max_output_tokens": 40}
+    asked: Any = {"model": "gpt-5", "tools": [RESPONSE_TOOL], "max_output_tokens": 400}
     if stream:
         with sdk.responses.stream(input=[USER], tool_choice="required", **asked) as streamed:
             first = streamed.get_final_response()
     else:
         first = sdk.responses.create(input=[USER], tool_choice="required", **asked)
-    (call,) = first.output
-    assert call.type == "function_call"
-    assert json.loads(call.arguments) in CITIES
-    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert calls
+    assert all(json.loads(call.arguments) in CITIES for call in calls)
+    outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls]
+    said = [item.to_dict() for item in first.output]
     after = (
-        sdk.responses.create(previous_response_id=first.id, input=[output], tool_choice="none", **asked)
+        sdk.responses.create(previous_response_id=first.id, input=outputs, tool_choice="none", **asked)
         if by_id
-        else sdk.responses.create(input=[USER, call.to_dict(), output], tool_choice="none", **asked)
+        else sdk.responses.create(
+            input=[USER, *(item.to_dict() for item in first.output), *outputs], tool_choice="none", **asked
+        )
     )
     assert after.status in ("completed", "incomplete")
     assert after.usage is not None
@@ -144,7 +147,7 @@ def test_openai_responses_async(address: Address) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_messages(claude: anthropic.Anthropic, stream: bool) -> None:
-    asked: Any = {"model": "claude", "max_tokens": 40, "tools": [MESSAGE_TOOL], "system": "Be short."}
+    asked: Any = {"model": "claude", "max_tokens": 400, "tools": [MESSAGE_TOOL], "system": "Be short."}
     forced: Any = {"type": "tool", "name": "weather"}
     if stream:
         with claude.messages.stream(messages=[USER], tool_choice=forced, **asked) as streamed:
@@ -185,17 +188,17 @@ def test_anthropic_async(address: Address) -> None:
 def model(kind: str, address: Address) -> Any:
     url, key = address.url, address.key
     if kind == "anthropic":
-        return ChatAnthropic(model="claude", base_url=url, api_key=key, max_tokens=40)
+        return ChatAnthropic(model="claude", base_url=url, api_key=key, max_tokens=400)
     if kind == "azure":
         return AzureChatOpenAI(
-            azure_endpoint=url, azure_deployment="gpt-4o", api_version="2024-10-21", api_key=key, max_tokens=40
+            azure_endpoint=url, azure_deployment="gpt-4o", api_version="2024-10-21", api_key=key, max_tokens=400
         )
     return ChatOpenAI(
         model="gpt-5",
         base_url=f"{url}/v1",
         api_key=key,
         use_responses_api=kind == "responses",
-        max_completion_tokens=40,
+        max_completion_tokens=400,
     )
 
 
@@ -217,4 +220,5 @@ def test_langchain(address: Address, kind: str, stream: bool) -> None:
     assert (call["name"], call["args"] in CITIES) == ("weather", True)
     after = made.bind_tools([CHAT_TOOL]).invoke([question, first, ToolMessage("sunny", tool_call_id=call["id"])])
     assert after.usage_metadata is not None
-    assert after.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]  # type: ignore[index]
+    if first.usage_metadata is not None:  # LangChain asks for none in a chat stream at another address than OpenAI's
+        assert after.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
