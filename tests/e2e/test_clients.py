@@ -122,9 +122,7 @@ def test_openai_responses(sdk: openai.OpenAI, stream: bool, by_id: bool) -> None
     after = (
         sdk.responses.create(previous_response_id=first.id, input=outputs, tool_choice="none", **asked)
         if by_id
-        else sdk.responses.create(
-            input=[USER, *(item.to_dict() for item in first.output), *outputs], tool_choice="none", **asked
-        )
+        else sdk.responses.create(input=[USER, *said, *outputs], tool_choice="none", **asked)
     )
     assert after.status in ("completed", "incomplete")
     assert after.usage is not None
