@@ -7,7 +7,7 @@ const tools = [{ name: "weather", description: "The weather.", input_schema: PAR
 const user = { role: "user", content: "How is the weather?" };
 
 for (const stream of [false, true]) {
-  const asked = { model: "claude", max_tokens: 400, messages: [user], tools };
+  const asked = { model: "claude", max_tokens: 2000, messages: [user], tools };
   const forced = { ...asked, tool_choice: { type: "tool", name: "weather" } };
   const reply = stream ? await client.messages.stream(forced).finalMessage() : await client.messages.create(forced);
   const [call] = reply.content;

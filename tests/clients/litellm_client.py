@@ -15,7 +15,7 @@ for name, model, base in (
     ("openai", "openai/gpt-4o", OPENAI),
     ("anthropic", "anthropic/claude-sonnet-4-5", ANTHROPIC),
 ):
-    asked = {"model": model, "api_base": base, "api_key": KEY, "max_tokens": 400, "num_retries": 0}
+    asked = {"model": model, "api_base": base, "api_key": KEY, "max_tokens": 2000, "num_retries": 0}
     for stream in (False, True):
         forced = {"type": "function", "function": {"name": "weather"}}
         reply = litellm.completion(messages=[USER], tools=[TOOL], tool_choice=forced, stream=stream, **asked)

@@ -8,7 +8,7 @@ const tools = [{ type: "function", function: weather }];
 const user = { role: "user", content: "How is the weather?" };
 
 for (const stream of [false, true]) {
-  const asked = { model: "gpt-4o", max_completion_tokens: 400, messages: [user], tools, tool_choice: "required" };
+  const asked = { model: "gpt-4o", max_completion_tokens: 2000, parallel_tool_calls: false, messages: [user], tools, tool_choice: "required" };
   const reply = stream
     ? await client.chat.completions.stream(asked).finalChatCompletion()
     : await client.chat.completions.create(asked);
@@ -22,7 +22,7 @@ for (const stream of [false, true]) {
 }
 
 for (const stream of [false, true]) {
-  const asked = { model: "gpt-5", max_output_tokens: 400, tools: [{ type: "function", ...weather }] };
+  const asked = { model: "gpt-5", max_output_tokens: 2000, parallel_tool_calls: false, tools: [{ type: "function", ...weather }] };
   const first = { ...asked, input: [user], tool_choice: "required" };
   const reply = stream ? await client.responses.stream(first).finalResponse() : await client.responses.create(first);
   const calls = reply.output.filter((item) => item.type === "function_call");

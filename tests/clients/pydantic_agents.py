@@ -24,7 +24,9 @@ for name, model in (
     ("responses", OpenAIResponsesModel("gpt-4o", provider=openai)),
     ("messages", AnthropicModel("claude-sonnet-4-5", provider=claude)),
 ):
-    agent = Agent(model, output_type=Place, model_settings={"max_tokens": 400}, retries=3)
+    agent = Agent(
+        model, output_type=Place, model_settings={"max_tokens": 2000, "parallel_tool_calls": False}, retries=3
+    )
     found = agent.run_sync("Which city has the better weather?")
     told(f"pydantic-ai {name}", isinstance(found.output, Place), found.output)
     told(f"pydantic-ai {name} usage", found.usage().input_tokens > 0, found.usage())

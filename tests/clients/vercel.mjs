@@ -27,7 +27,7 @@ for (const [name, model] of Object.entries(models)) {
       model,
       prompt: "How is the weather?",
       tools: { weather },
-      maxOutputTokens: 400,
+      maxOutputTokens: 2000,
       maxRetries: 0,
       stopWhen: stepCountIs(2),
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? { type: "tool", toolName: "weather" } : "none" }),

@@ -20,7 +20,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import AzureChatOpenAI, ChatOpenAI
 from pydantic import BaseModel
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PARAMETERS = {
     "type": "object",
@@ -75,7 +75,7 @@ def claude(address: Address) -> Iterator[anthropic.Anthropic]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_chat(sdk: openai.OpenAI, stream: bool) -> None:
-    asked: Any = {"model": "gpt-4o-mini", "max_completion_tokens": 400}
+    asked: Any = {"model": "gpt-4o-mini", "max_completion_tokens": 2000, "parallel_tool_calls": False}
     if stream:
         with sdk.chat.completions.stream(
             messages=[USER], tools=[CHAT_TOOL], tool_choice="required", **asked
@@ -97,7 +97,7 @@ def test_openai_chat(sdk: openai.OpenAI, stream: bool) -> None:
 
 def test_openai_chat_parses(sdk: openai.OpenAI) -> None:
     got = sdk.chat.completions.parse(
-        model="gpt-4o-mini", messages=[USER], response_format=Place, max_completion_tokens=400, temperature=0
+        model="gpt-4o-mini", messages=[USER], response_format=Place, max_completion_tokens=2000, temperature=0
     )
     assert isinstance(got.choices[0].message.parsed, Place)
 
@@ -108,7 +108,7 @@ def test_openai_chat_parses(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_id", [False, True])
 def test_openai_responses(sdk: openai.OpenAI, stream: bool, by_id: bool) -> None:
-    asked: Any = {"model": "gpt-5", "tools": [RESPONSE_TOOL], "max_output_tokens": 400}
+    asked: Any = {"model": "gpt-5", "tools": [RESPONSE_TOOL], "max_output_tokens": 2000, "parallel_tool_calls": False}
     if stream:
         with sdk.responses.stream(input=[USER], tool_choice="required", **asked) as streamed:
             first = streamed.get_final_response()
@@ -145,8 +145,8 @@ def test_openai_responses_async(address: Address) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_messages(claude: anthropic.Anthropic, stream: bool) -> None:
-    asked: Any = {"model": "claude", "max_tokens": 400, "tools": [MESSAGE_TOOL], "system": "Be short."}
-    forced: Any = {"type": "tool", "name": "weather"}
+    asked: Any = {"model": "claude", "max_tokens": 2000, "tools": [MESSAGE_TOOL], "system": "Be short."}
+    forced: Any = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     if stream:
         with claude.messages.stream(messages=[USER], tool_choice=forced, **asked) as streamed:
             events = list(streamed)
@@ -186,17 +186,17 @@ def test_anthropic_async(address: Address) -> None:
 def model(kind: str, address: Address) -> Any:
     url, key = address.url, address.key
     if kind == "anthropic":
-        return ChatAnthropic(model="claude", base_url=url, api_key=key, max_tokens=400)
+        return ChatAnthropic(model="claude", base_url=url, api_key=key, max_tokens=2000)
     if kind == "azure":
         return AzureChatOpenAI(
-            azure_endpoint=url, azure_deployment="gpt-4o", api_version="2024-10-21", api_key=key, max_tokens=400
+            azure_endpoint=url, azure_deployment="gpt-4o", api_version="2024-10-21", api_key=key, max_tokens=2000
         )
     return ChatOpenAI(
         model="gpt-5",
         base_url=f"{url}/v1",
         api_key=key,
         use_responses_api=kind == "responses",
-        max_completion_tokens=400,
+        max_completion_tokens=2000,
     )
 
 

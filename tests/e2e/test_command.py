@@ -60,6 +60,7 @@ def arguments(project: Any, command: str, *more: str) -> list[str]:
     return [*found, "--rank", "2", "--alpha", "4", "--threads", "1", "--learning-rate", "0.01", *more]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
 def test_a_javascript_agent_is_trained_by_its_own_report(project: Any) -> None:
     (project.path / "agent.mjs").write_text(JAVASCRIPT)
@@ -74,6 +75,7 @@ def test_a_javascript_agent_is_trained_by_its_own_report(project: Any) -> None:
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 def test_a_shell_script_is_trained_by_a_reward_function(project: Any) -> None:
     (project.path / "agent.sh").write_text(SHELL)
