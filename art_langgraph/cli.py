@@ -31,7 +31,7 @@ from art_backends.arguments import CommandParser
 from art_backends.config import MODEL_SETTINGS, add_arguments, from_arguments
 from art_backends.display import PlainDisplay, make_display
 from art_backends.errors import ArtError, ConfigError, NothingToLearnError, did_you_mean
-from art_backends.functions import load_function
+from art_backends.functions import find_from_here, load_function
 from art_backends.report import summary
 from art_backends.scenarios import Scenario, file_or_share, load
 from art_backends.waiting import run_to_end
@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     stacks.on_request()
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    find_from_here()
     code = 0
     try:
         with placeholder_key():

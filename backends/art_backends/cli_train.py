@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from art_backends.backend import LocalServer
 from art_backends.command import Command, reported
 from art_backends.config import TrainConfig, add_arguments, from_arguments
 from art_backends.display import make_display, plain_console
-from art_backends.functions import load_function
+from art_backends.functions import find_from_here, load_function
 from art_backends.loop import run
 from art_backends.report import summary
 from art_backends.scenarios import file_or_share, prepared
@@ -46,8 +45,7 @@ def add_parser(commands: Any) -> None:
 
 async def _train(options: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.WARNING)
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    find_from_here()
     config = from_arguments(options, options.config)
     run_agent = Command(options.command)
     reward = reported if options.reward is None else load_function(options.reward, "--reward")

@@ -16,6 +16,12 @@ from typing import Any, NoReturn
 from art_backends.errors import ConfigError, did_you_mean
 
 
+def find_from_here() -> None:
+    """Let modules be found from the current folder, as with ``python -m``."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def load_function(spec: str, option: str) -> Callable[..., Any]:
     """A function by ``module:attr`` or ``path.py:attr``; ConfigError names the option and what was found instead.
 

@@ -198,51 +198,57 @@ class Proxy:
 
         async def answer(request: Request, identity: Identity) -> Response:
             headers = list(request.headers.items())
-            try:
-                asked = await self._body(request)
-                upstream = self._upstream(asked["model"], dialect)
-                if upstream is not None:
-                    return PassThrough(
-                        self._services,
-                        upstream=upstream,
-                        dialect=dialect,
-                        identity=identity,
-                        path=f"/v1/{path}",
-                        body=asked,
-                        headers=headers,
-                    )
-                body, writer = _read(dialect, asked, identity.owner)
-                body = wire.bounded(body, dialect.endpoint.token_limits, self.limits.answer_tokens)
-                await self.ready()
-            except wire.BadRequestError as error:
-                return self._refused(error, dialect)
-            except EngineError as error:
-                return self._failed(error, dialect)
-            except ClientDisconnect:
-                return self._gone()
+            asked = await self._body(request)
+            upstream = self._upstream(asked["model"], dialect)
+            if upstream is not None:
+                return PassThrough(
+                    self._services,
+                    upstream=upstream,
+                    dialect=dialect,
+                    identity=identity,
+                    path=f"/v1/{path}",
+                    body=asked,
+                    headers=headers,
+                )
+            body, writer = _read(dialect, asked, identity.owner)
+            body = wire.bounded(body, dialect.endpoint.token_limits, self.limits.answer_tokens)
+            await self.ready()
             return Exchange(
                 self._services, dialect=dialect, identity=identity, body=body, writer=writer, headers=headers
             )
 
-        return answer
+        return self._answered(answer, dialect)
 
     def _counts(self, dialect: Counting) -> Answer:
         """The tokens of a prompt are counted: as they are rendered, whatever a rollout has sampled before."""
 
         async def answer(request: Request, identity: Identity) -> Response:
+            asked = await self._body(request)
+            if self._upstream(asked["model"], dialect) is not None:
+                raise wire.BadRequestError("the tokens of a provider's model cannot be counted here", param="model")
+            body, _ = _read(dialect, {"max_tokens": 1, **asked}, identity.owner)
+            return _json(200, dialect.counted(await self._count(body)))
+
+        return self._answered(answer, dialect)
+
+    def _answered(self, work: Answer, dialect: Dialect) -> Answer:
+        """``work`` with an answer in the client's dialect for what it raises."""
+
+        async def answer(request: Request, identity: Identity) -> Response:
             try:
-                asked = await self._body(request)
-                if self._upstream(asked["model"], dialect) is not None:
-                    raise wire.BadRequestError("the tokens of a provider's model cannot be counted here", param="model")
-                body, _ = _read(dialect, {"max_tokens": 1, **asked}, identity.owner)
-                count = await self._count(body)
+                return await work(request, identity)
             except wire.BadRequestError as error:
-                return self._refused(error, dialect)
+                self.counters.refused_bad += 1
+                envelope = wire.envelope(error.status, str(error), param=error.param, code=error.code)
+                return _json(error.status, dialect.refused(error.status, envelope))
             except EngineError as error:
-                return self._failed(error, dialect)
+                self.counters.errors += 1
+                content = dialect.refused(error.status, wire.envelope(error.status, str(error), code=error.code))
+                headers = {"retry-after": "5"} if error.status in (429, 503) else None
+                return Response(content, error.status, headers, "application/json")
             except ClientDisconnect:
-                return self._gone()
-            return _json(200, dialect.counted(count))
+                self.counters.cancelled += 1
+                return Response(status_code=_CLIENT_GONE)
 
         return answer
 
@@ -260,21 +266,6 @@ class Proxy:
             raise EngineError("the engine did not answer in time", 504, "deadline") from None
         except Overloaded as error:
             raise EngineError(str(error), error.status, "overloaded") from error
-
-    def _refused(self, error: wire.BadRequestError, dialect: Dialect) -> Response:
-        self.counters.refused_bad += 1
-        envelope = wire.envelope(error.status, str(error), param=error.param, code=error.code)
-        return _json(error.status, dialect.refused(error.status, envelope))
-
-    def _failed(self, error: EngineError, dialect: Dialect) -> Response:
-        self.counters.errors += 1
-        content = dialect.refused(error.status, wire.envelope(error.status, str(error), code=error.code))
-        headers = {"retry-after": "5"} if error.status in (429, 503) else None
-        return Response(content, error.status, headers, "application/json")
-
-    def _gone(self) -> Response:
-        self.counters.cancelled += 1
-        return Response(status_code=_CLIENT_GONE)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The request's body, checked as far as all dialects are alike."""

@@ -10,7 +10,7 @@ It refuses to tell what was asked or said.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -61,7 +61,7 @@ class Observer:
 
     def call(self, dialect: str, model: str, headers: Iterable[tuple[str, str]]) -> Observed:
         """Observe a call: ``with observer.call(…) as observed``."""
-        return Observed(self, dialect, model, dict(headers))
+        return Observed(self, dialect, model, headers)
 
     def over(self, dialect: str, status: str, seconds: float, first: float | None) -> None:
         """A call is over."""
@@ -74,7 +74,7 @@ class Observer:
 class Observed:
     """One call. Used as a context for as long as it runs."""
 
-    def __init__(self, observer: Observer, dialect: str, model: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, observer: Observer, dialect: str, model: str, headers: Iterable[tuple[str, str]]) -> None:
         self._observer = observer
         self._dialect = dialect
         self._model = model

@@ -133,7 +133,7 @@ def _delta(choice: _Choice, delta: Mapping[str, Any]) -> None:
             message[key] = (message.get(key) or "") + value
         elif key == "tool_calls":
             for part in value:
-                _tool_call(choice.tool_calls, part)
+                add_tool_call(choice.tool_calls, part)
         elif key == "function_call":
             known = message.setdefault("function_call", {"name": "", "arguments": ""})
             known["name"] = known["name"] or value.get("name") or ""
@@ -142,13 +142,20 @@ def _delta(choice: _Choice, delta: Mapping[str, Any]) -> None:
             message[key] = value
 
 
-def _tool_call(calls: dict[int, dict[str, Any]], part: Mapping[str, Any]) -> None:
+def place_of_call(part: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]], name: str = "id") -> int:
+    """Which of the calls so far a part belongs to; their ids stand under ``name``. The next place for a new call."""
     index = part.get("index")
-    if not isinstance(index, int):
-        # without an index: a new id begins a new call, anything else goes on with the last one
-        last = max(calls, default=-1)
-        fresh = last < 0 or (part.get("id") and part["id"] != calls[last].get("id"))
-        index = last + 1 if fresh else last
+    if isinstance(index, int):
+        return index
+    # without an index: a new id begins a new call, anything else goes on with the last one
+    last = max(calls, default=-1)
+    fresh = last < 0 or (part.get("id") and part["id"] != calls[last].get(name))
+    return last + 1 if fresh else last
+
+
+def add_tool_call(calls: dict[int, dict[str, Any]], part: Mapping[str, Any]) -> None:
+    """A tool call of a chunk, or more of one, into the calls so far by their place."""
+    index = place_of_call(part, calls)
     known = calls.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
     function = part.get("function") or {}
     known["id"] = known["id"] or part.get("id")

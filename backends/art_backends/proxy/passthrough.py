@@ -59,7 +59,7 @@ class PassThrough(Attended):
         self._request = body
         self._request_headers = headers
         self._listener = dialect.listener()
-        self._splitter = sse.Splitter()
+        self._splitter = sse.Splitter(services.limits.event_bytes)
         self._deaf = False  # the answer was not understood: no more of it is listened to
         self._recording: Recording | None = None
 
@@ -149,7 +149,6 @@ class PassThrough(Attended):
 
     async def _stream(self, send: Send, reply: EngineStream) -> None:
         limits = self._services.limits
-        self._splitter = sse.Splitter(limits.event_bytes)
         await self._start(send, 200, wire.reply_headers(reply.headers))
         held: list[bytes] = []  # of a recorded call, from its end on: sent when the outcome is durable
         while read := await reply.next_read(limits.idle_seconds):

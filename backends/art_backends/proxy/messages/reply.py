@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from art_backends.proxy import sse
+from art_backends.proxy.outcome import add_tool_call
 
 STOPS = {
     "stop": "end_turn",
@@ -96,7 +97,7 @@ class Reply:
             self._flow("text", delta.get("content") or delta.get("refusal") or "")
             self._refused = self._refused or bool(delta.get("refusal"))
             for call in delta.get("tool_calls") or ():
-                self._called(call)
+                add_tool_call(self._calls, call)
             if choice.get("finish_reason") is not None:
                 self._finish, self._stop = choice["finish_reason"], choice.get("stop_reason")
                 self._close()
@@ -132,18 +133,6 @@ class Reply:
             self._start_block({"type": kind, **empty})
             self._open = kind
         self._event("content_block_delta", index=self._count - 1, delta={"type": f"{kind}_delta", kind: more})
-
-    def _called(self, part: Mapping[str, Any]) -> None:
-        index = part.get("index")
-        if index is None:  # a new id begins a new call, anything else goes on with the last one
-            last = max(self._calls, default=-1)
-            fresh = last < 0 or (part.get("id") and part["id"] != self._calls[last]["id"])
-            index = last + 1 if fresh else last
-        call = self._calls.setdefault(index, {"id": None, "function": {"name": "", "arguments": ""}})
-        function = part.get("function") or {}
-        call["id"] = call["id"] or part.get("id")
-        call["function"]["name"] = call["function"]["name"] or function.get("name") or ""
-        call["function"]["arguments"] += function.get("arguments") or ""
 
     def _close(self) -> None:
         """End the open block, and tell the calls."""

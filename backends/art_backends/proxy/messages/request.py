@@ -36,7 +36,7 @@ _TRANSLATED = frozenset(
         "context_management",  # what it trims is for the client to leave out here
     }
 )
-_ELSEWHERE = ("container", "mcp_servers")
+_ELSEWHERE = frozenset({"container", "mcp_servers"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -51,8 +51,7 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
         _refuse("n", "a message is one answer: n must be 1")
     if not isinstance(body.get("messages"), list):
         _refuse("messages", "messages must be a list")
-    known = _TRANSLATED.union(_ELSEWHERE)
-    chat = {key: value for key, value in body.items() if key not in known}
+    chat = {key: value for key, value in body.items() if key not in _TRANSLATED and key not in _ELSEWHERE}
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"], "system")})

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from art_backends.proxy import sse
+from art_backends.proxy.outcome import place_of_call
 
 Item = dict[str, Any]
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -78,7 +79,7 @@ class Reply:
         items.said("refusal", message.get("refusal") or "", [])
         items.said("output_text", message.get("content") or "", _logprobs(choice))
         for number, call in enumerate(message.get("tool_calls") or ()):
-            items.called(number, call)
+            items.called({**call, "index": number})
         self._complete(items, choice.get("finish_reason"), data.get("usage"))
         return orjson.dumps(self._response)
 
@@ -97,7 +98,7 @@ class Reply:
             stream.said("refusal", delta.get("refusal") or "", [])
             stream.said("output_text", delta.get("content") or "", _logprobs(choice))
             for call in delta.get("tool_calls") or ():
-                stream.called(call.get("index"), call)
+                stream.called(call)
             self._finish = choice.get("finish_reason") or self._finish
             if choice.get("finish_reason") is not None:
                 stream.close(cut=self._finish in _INCOMPLETE)
@@ -183,12 +184,9 @@ class _Items:
                 empty |= {"annotations": [], "logprobs": []}
             self._grow(item, empty, field, text, logprobs)
 
-    def called(self, index: int | None, call: Mapping[str, Any]) -> None:
-        """A call, or more of it; without an index, a new id begins a new one."""
-        if index is None:
-            last = max(self._calls, default=-1)
-            fresh = last < 0 or (call.get("id") and call["id"] != self._calls[last]["call_id"])
-            index = last + 1 if fresh else last
+    def called(self, call: Mapping[str, Any]) -> None:
+        """A call, or more of it."""
+        index = place_of_call(call, self._calls, "call_id")
         function = call.get("function") or {}
         if index not in self._calls:
             self._end_open(cut=False)
