@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -22,14 +21,13 @@ from starlette.types import Send
 
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
-from art_backends.proxy.attended import Attended, StuckClientError
+from art_backends.proxy.attended import StuckClientError
 from art_backends.proxy.dialect import Dialect, Writer
 from art_backends.proxy.engine_client import EngineStream, parse_json
-from art_backends.proxy.identity import Identity, RolloutContext
-from art_backends.proxy.limits import Overloaded
+from art_backends.proxy.identity import Identity
 from art_backends.proxy.outcome import Assembler
+from art_backends.proxy.placed import Placed
 from art_backends.proxy.prefix import Prompt
-from art_backends.proxy.recorder import Recording
 from art_backends.proxy.services import Services
 from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode
 
@@ -42,7 +40,7 @@ class _MalformedError(ValueError):
     """The engine's answer is not what its status and type say."""
 
 
-class Exchange(Attended):
+class Exchange(Placed):
     """See the module. ``body`` is the endpoint's request that the dialect has read, ``writer`` what came with it."""
 
     def __init__(
@@ -55,47 +53,15 @@ class Exchange(Attended):
         writer: Writer,
         headers: list[tuple[str, str]],
     ) -> None:
-        asked = dialect.endpoint.asked(body)
-        observed = services.observer.call(dialect.name, asked.model, headers)
-        super().__init__(observed, services.limits.write_seconds)
-        self._services = services
-        self._dialect = dialect
+        super().__init__(services, dialect=dialect, identity=identity, body=body, headers=headers)
         self._endpoint = dialect.endpoint
         self._writer = writer
-        self._identity = identity
-        self._request = body
-        self._request_headers = headers
-        self._asked = asked
+        self._asked = dialect.endpoint.asked(body)
         self._assembler = Assembler(self._asked.n)
         self._unreadable: BaseException | None = None
-        self._context: RolloutContext | None = None
-        self._recording: Recording | None = None
         self._prompt_facts: dict[str, Any] = {}
 
     # the way of a call
-
-    async def _work(self, send: Send) -> None:
-        context = self._identity.rollout
-        if context is not None and context.closed:
-            self._services.counters.late += 1
-            context = None
-        self._context = context
-        try:
-            async with self._services.gate:
-                self._services.running[id(self)] = None if context is None else context.id, time.monotonic()
-                try:
-                    await self._attend(send)
-                finally:
-                    del self._services.running[id(self)]
-        except Overloaded as refusal:
-            if context is not None:
-                headers = dict(self._request_headers)
-                self._services.recorder.refused(
-                    context, request=self._request, node=wire.node(headers), retry=wire.retry_count(headers)
-                )
-            retry_after = (b"retry-after", str(refusal.retry_after).encode())
-            content = self._dialect.refused(refusal.status, wire.envelope(refusal.status, str(refusal)))
-            await self._answer(send, refusal.status, [retry_after], content)
 
     async def _attend(self, send: Send) -> None:
         services, context = self._services, self._context
@@ -108,7 +74,8 @@ class Exchange(Attended):
         with services.policy.lease(version) as model:
             try:
                 if context is not None:
-                    await self._begin(context, model)
+                    recording = await self._begin(context, self._endpoint.sampling(self._shape(model, None)))
+                    services.counters.constrained += recording.call.sampling.constrained
                 await self._ask(send, model)
             except asyncio.CancelledError:
                 if not self._delivered:
@@ -121,18 +88,6 @@ class Exchange(Attended):
             finally:
                 if self._recording is not None:
                     services.recorder.end(self._recording)
-
-    async def _begin(self, context: RolloutContext, model: str) -> None:
-        headers = dict(self._request_headers)
-        self._recording = await self._services.recorder.begin(
-            context,
-            request=self._request,
-            model=self._asked.model,
-            node=wire.node(headers),
-            retry=wire.retry_count(headers),
-            sampling=self._endpoint.sampling(self._shape(model, None)),
-        )
-        self._services.counters.constrained += self._recording.call.sampling.constrained
 
     def _shape(self, model: str, prompt: Prompt | None) -> dict[str, Any]:
         context = self._context

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,12 @@ from starlette.types import Send
 
 from art_backends.errors import EngineError
 from art_backends.proxy import sse, wire
-from art_backends.proxy.attended import Attended, StuckClientError
+from art_backends.proxy.attended import StuckClientError
 from art_backends.proxy.dialect import Dialect
 from art_backends.proxy.engine_client import EngineStream
-from art_backends.proxy.identity import Identity, RolloutContext
-from art_backends.proxy.limits import Overloaded
+from art_backends.proxy.identity import Identity
+from art_backends.proxy.placed import Placed
 from art_backends.proxy.providers import Upstream
-from art_backends.proxy.recorder import Recording
 from art_backends.proxy.services import Services
 from art_backends.trajectories import CallStatus, CaptureLevel, Choice, Sampling
 
@@ -35,7 +33,7 @@ _ERROR_TEXT = 1000  # characters of an error kept in the record
 _ENDS = re.compile(rb"\[DONE\]|response\.(completed|incomplete|failed)|message_stop")  # of a stream, in any format
 
 
-class PassThrough(Attended):
+class PassThrough(Placed):
     """See the module. ``path`` is the provider's, ``body`` the client's own request."""
 
     def __init__(
@@ -49,41 +47,19 @@ class PassThrough(Attended):
         body: dict[str, Any],
         headers: list[tuple[str, str]],
     ) -> None:
-        observed = services.observer.call(dialect.name, body["model"], headers)
-        super().__init__(observed, services.limits.write_seconds)
-        self._services = services
+        super().__init__(services, dialect=dialect, identity=identity, body=body, headers=headers)
         self._upstream = upstream
-        self._dialect = dialect
-        self._identity = identity
         self._path = path
-        self._request = body
-        self._request_headers = headers
         self._listener = dialect.listener()
         self._splitter = sse.Splitter(services.limits.event_bytes)
         self._deaf = False  # the answer was not understood: no more of it is listened to
-        self._recording: Recording | None = None
 
-    async def _work(self, send: Send) -> None:
-        services, context = self._services, self._identity.rollout
-        if context is not None and context.closed:
-            services.counters.late += 1
-            context = None
+    async def _attend(self, send: Send) -> None:
+        self._services.counters.passed += 1
         try:
-            async with services.gate:
-                services.running[id(self)] = None if context is None else context.id, time.monotonic()
-                services.counters.passed += 1
-                try:
-                    await self._attend(send, context)
-                finally:
-                    del services.running[id(self)]
-        except Overloaded as refusal:
-            content = self._dialect.refused(refusal.status, wire.envelope(refusal.status, str(refusal)))
-            await self._answer(send, refusal.status, [(b"retry-after", str(refusal.retry_after).encode())], content)
-
-    async def _attend(self, send: Send, context: RolloutContext | None) -> None:
-        try:
-            if context is not None:
-                await self._begin(context)
+            if self._context is not None:
+                self._observed.belongs(self._context.id, None)
+                await self._begin(self._context, Sampling())
             await self._ask(send)
         except asyncio.CancelledError:
             if not self._delivered:
@@ -104,20 +80,8 @@ class PassThrough(Attended):
             if self._recording is not None:
                 self._services.recorder.end(self._recording)
 
-    async def _begin(self, context: RolloutContext) -> None:
-        self._observed.belongs(context.id, None)
-        headers = dict(self._request_headers)
-        self._recording = await self._services.recorder.begin(
-            context,
-            request=self._as_chat(),
-            model=self._request["model"],
-            node=wire.node(headers),
-            retry=wire.retry_count(headers),
-            sampling=Sampling(),
-        )
-
-    def _as_chat(self) -> dict[str, Any]:
-        """The request as the record has it: as a chat completion, if it can be one."""
+    def _recorded(self) -> dict[str, Any]:
+        """As a chat completion, if it can be one."""
         try:
             return self._dialect.read(self._request, self._identity.owner)[0]
         except Exception:  # noqa: BLE001 - boundary: what cannot be read here is for the provider to read
