@@ -9,7 +9,7 @@ import types
 import typing
 from pathlib import Path
 
-from art_backends.config import FILE_ONLY, Limits, Provider, TrainConfig
+from art_backends.config import FILE_ONLY, Limits, Privacy, Provider, TrainConfig
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -55,7 +55,7 @@ template must be what they were.
 TABLES = """
 ## Tables
 
-Two settings are tables and stand in a file only.
+Three settings are tables and stand in a file only.
 
 ```toml
 [[art.providers]]  # other models that apps ask the server for; the key is read from the environment
@@ -66,6 +66,10 @@ key_env = "OPENAI_API_KEY"
 
 [art.limits]
 concurrency = 64
+
+[art.privacy]  # see docs/privacy.md
+patterns = { ticket = "TCK-[0-9]{8}" }
+keep_days = 30
 ```
 
 """
@@ -74,7 +78,7 @@ concurrency = 64
 def page() -> str:
     """The whole page."""
     found = HEAD + _rows(TrainConfig) + TABLES
-    for name, model in (("providers", Provider), ("limits", Limits)):
+    for name, model in (("providers", Provider), ("limits", Limits), ("privacy", Privacy)):
         found += f"| in `{name}` | value | default | what it does |\n|---|---|---|---|\n{_rows(model)}\n"
     return found.rstrip() + "\n"
 
@@ -85,10 +89,7 @@ def _rows(model: type[BaseModel]) -> str:
 
 def _row(name: str, field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
-    if field.is_required() or default is None or default == [] or name in FILE_ONLY:
-        shown = "–"
-    else:
-        shown = f"`{_toml(default)}`"
+    shown = "–" if field.is_required() or default in (None, [], {}) or name in FILE_ONLY else f"`{_toml(default)}`"
     return f"| `{name}` | {_value(field)} | {shown} | {(field.description or '').replace('|', chr(92) + '|')} |\n"
 
 
@@ -107,7 +108,7 @@ def _value(field: FieldInfo) -> str:
         return " or ".join(f"`{kind}`" for kind in kinds)
     if typing.get_origin(field.annotation) is list:
         return "list of tables" if kinds == [Provider] else "list of names"
-    if kinds == [Limits]:
+    if kinds in ([Limits], [Privacy]) or typing.get_origin(field.annotation) is dict:
         return "table"
     names = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
     text = names[typing.cast(type, kinds[0])]

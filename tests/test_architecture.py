@@ -32,6 +32,7 @@ FLOORS = {
     "waiting": 2,
     "child": 2,
     "functions": 2,
+    "redaction": 2,
     "loop": 3,
     "rollouts": 3,
     "command": 3,
@@ -57,15 +58,17 @@ FLOORS = {
     "cli_rollouts": 5,
     "cli_versions": 5,
     "cli_train": 5,
+    "cli_forget": 5,
     "art_langgraph": 5,
     "art_mcp": 5,
 }
 SIDEWAYS = {("config", "errors"), ("config", "problems"), ("problems", "errors"), ("trajectories", "errors")}
 SIDEWAYS |= {("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
-SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts"), ("cli", "cli_train")}
+SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts"), ("cli", "cli_train"), ("cli", "cli_forget")}
 SIDEWAYS |= {("cli", "cli_folder"), ("cli_versions", "cli_folder"), ("cli_rollouts", "cli_folder")}
-SIDEWAYS |= {("failures", "capture"), ("failures", "functions")}
+SIDEWAYS |= {("cli_forget", "cli_folder")}
+SIDEWAYS |= {("failures", "capture"), ("failures", "functions"), ("store", "redaction")}
 # the loop's own helpers
 SIDEWAYS |= {("loop", "playing"), ("loop", "checks"), ("playing", "batches"), ("playing", "rollouts")}
 SIDEWAYS |= {("playing", "checks"), ("checks", "rollouts"), ("checks", "summary")}

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from art_backends import cli_rollouts, cli_train, cli_versions, sft, stacks
+from art_backends import cli_forget, cli_rollouts, cli_train, cli_versions, sft, stacks
 from art_backends.arguments import CommandParser
 from art_backends.backend import LocalServer
 from art_backends.cli_folder import add_folder, connected, running
@@ -33,7 +33,7 @@ from art_backends.training import versions
 from art_backends.trajectories import version_name
 
 # Settings that serving goes by.
-SERVED = MODEL_SETTINGS | {"name", "folder", "models", "providers", "limits", "history", "optimizer"}
+SERVED = MODEL_SETTINGS | {"name", "folder", "models", "providers", "limits", "privacy", "history", "optimizer"}
 # Settings that imitation goes by: there are no rollouts and no rewards.
 IMITATED = MODEL_SETTINGS | {"name", "folder", "shuffle", "seed", "optimizer", "learning_rate", "schedule"}
 IMITATED |= {"warmup_steps", "weight_decay", "max_grad_norm", "updates_per_batch", "max_kl"}
@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     asking.set_defaults(run=_stacks)
 
     cli_rollouts.add_parser(commands)
+    cli_forget.add_parser(commands)
     return parser
 
 

@@ -19,6 +19,11 @@ from art_backends.errors import ConfigError
 from art_backends.trajectories import Purpose, Rollout
 
 LONGEST = 32  # characters of a scenario's id or of a fault in the list
+_UNTRAINED = {
+    Purpose.TRAIN: "not trained yet",
+    Purpose.EVAL: "of an evaluation: it does not train",
+    Purpose.TRAFFIC: "an app's: it does not train",
+}
 CANDIDATES = 5  # that are named where the beginning of an id fits several
 
 
@@ -28,7 +33,7 @@ def add_parser(commands: Any) -> None:
     actions = rollouts.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="the newest rollouts, a line each")
     listing.add_argument("--step", type=int, help="only those of this training step")
-    listing.add_argument("--purpose", choices=["train", "eval"], help="only training or evaluation")
+    listing.add_argument("--purpose", choices=[*Purpose], help="only of this purpose")
     listing.add_argument("--limit", type=int, default=50, help="how many at the most (default: 50)")
     add_folder(listing, as_json=True)
     listing.set_defaults(run=_list)
@@ -89,7 +94,7 @@ async def _show(options: argparse.Namespace) -> int:
         for choice in call.choices:
             console.print(f"  → {_text_of(choice.message)}", style="bold")
             item = trained.get((call.id, choice.index))
-            later = "not trained yet" if rollout.purpose == Purpose.TRAIN else "of an evaluation: it does not train"
+            later = _UNTRAINED[rollout.purpose]
             said = later if item is None else _trained(item)
             console.print(f"    {len(choice.token_ids)} tokens sampled, {choice.finish_reason}; {said}")
     return 0

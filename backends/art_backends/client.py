@@ -45,6 +45,15 @@ class OpenRollout(_Reply):
     base_url: str
 
 
+class Forgotten(_Reply):
+    """What was deleted, and the adapter versions, "NAME@N", that learned from it and still stand."""
+
+    rollouts: int
+    calls: int
+    examples: int
+    versions: list[str] = Field(default_factory=list)
+
+
 class StepProgress(_Reply):
     packs_done: int = 0
     packs: int = 0
@@ -169,7 +178,7 @@ class Client:
         *,
         policy: str | None = None,
         step: int | None = None,
-        purpose: Purpose | Literal["train", "eval"] | None = None,
+        purpose: Purpose | Literal["train", "eval", "traffic"] | None = None,
         closed: bool | None = None,
         group: str | None = None,
         limit: int | None = None,
@@ -195,6 +204,10 @@ class Client:
         given = {key: str(value) for key, value in filters.items() if value is not None}
         reply = _object(await self._ask("GET", "/rollouts", parameters=given))
         return [_parsed(Rollout, item) for item in reply.get("rollouts", [])]
+
+    async def forget(self, subject: str) -> Forgotten:
+        """Delete all that was kept about a subject, open rollouts too; asking again is safe."""
+        return _parsed(Forgotten, await self._ask("POST", "/forget", {"subject": subject}))
 
     async def steps(self, policy: str) -> list[dict[str, Any]]:
         """The recorded outcomes of a policy's steps, in order, each with its "step"."""

@@ -60,6 +60,34 @@ class Limits(BaseModel):
     calls_per_rollout: int = Field(default=512, ge=1, description="calls of one rollout kept in memory")
 
 
+class Privacy(BaseModel):
+    """What is kept of texts, and for how long: ``[privacy]`` of a settings file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    redact: bool = Field(default=True, description="replace secrets of known formats before a text is written")
+    without: list[str] = Field(default_factory=list, description="known formats that are left as they are")
+    patterns: dict[str, str] = Field(
+        default_factory=dict,
+        description="further secrets: names and regular expressions; a group named secret is what goes",
+    )
+    secrets_of: list[str] = Field(
+        default_factory=list, description="variables of the server's environment whose values are secrets"
+    )
+    keep_days: float | None = Field(
+        default=None, gt=0, description="days after which what is kept of a rollout is deleted (default: never)"
+    )
+    traffic: Literal["off", "sampled", "full"] = Field(
+        default="off", description="what is kept of calls of apps, outside of rollouts that a run opens"
+    )
+    traffic_share: float = Field(
+        default=0.1, gt=0, le=1, description="share of the apps' sessions kept with traffic=sampled"
+    )
+    session_seconds: float = Field(
+        default=1800.0, gt=0, description="after so long without a call, an app's session is over"
+    )
+
+
 class TrainConfig(BaseModel):
     """Everything a run can be told. Each field's description is its help text."""
 
@@ -84,6 +112,7 @@ class TrainConfig(BaseModel):
         default_factory=list, description="providers of other models that apps ask the server for"
     )
     limits: Limits = Field(default_factory=Limits, description="bounds of the server, whoever calls")
+    privacy: Privacy = Field(default_factory=Privacy, description="what is kept of texts, and for how long")
     nodes: list[str] = Field(
         default_factory=list,
         description="train only what these nodes or agents of the graph say (inner ones as outer/inner; empty: all); "
@@ -211,12 +240,13 @@ class TrainConfig(BaseModel):
 
 _OPTIONS = "command line"
 _KNOWN = [*TrainConfig.model_fields, *(f"limits.{name}" for name in Limits.model_fields)]
+_KNOWN += [f"privacy.{name}" for name in Privacy.model_fields]
 
 
 # What whoever loads the model goes by; the adapter's shape with it, because all versions of a folder share one.
 MODEL_SETTINGS = frozenset({"base_model", "init_adapter", "chat_template", "rank", "alpha", "rslora", "target_modules"})
 MODEL_SETTINGS |= {"device", "dtype", "threads", "max_model_len"}
-FILE_ONLY = frozenset({"providers", "limits"})  # tables: they have no option
+FILE_ONLY = frozenset({"providers", "limits", "privacy"})  # tables: they have no option
 
 
 def make_config(

@@ -41,6 +41,7 @@ class CallStatus(StrEnum):
 class Purpose(StrEnum):
     TRAIN = "train"
     EVAL = "eval"
+    TRAFFIC = "traffic"  # calls of an app that no run opened a rollout for
 
 
 class PromptMode(StrEnum):
@@ -166,6 +167,7 @@ class Rollout(Record):
     scored_by: str | None = None  # identity of the reward; of another reward's runs no figure is made
     error: RolloutError | None = None
     fault: str | None = None  # what the world did wrong; such a rollout is excluded from training
+    subject: str | None = None  # SHA-256 of whom it is about, hexadecimal
     opened: float = 0.0
     finished: float | None = None
     calls: list[Call] = Field(default_factory=list)

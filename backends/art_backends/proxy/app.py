@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
@@ -29,7 +30,7 @@ from art_backends.proxy.dialect import Dialect, Plain, Writer
 from art_backends.proxy.doors import Answer, Counting, Door, Doors
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.exchange import Exchange
-from art_backends.proxy.identity import Identity, owner_of
+from art_backends.proxy.identity import Identity, RolloutContext, owner_of
 from art_backends.proxy.limits import Counters, Gate, Overloaded
 from art_backends.proxy.messages import Messages
 from art_backends.proxy.observing import Observer
@@ -43,6 +44,8 @@ from art_backends.proxy.services import PolicyView, Services
 from art_backends.proxy.tail import Vocabulary
 
 log = logging.getLogger(__name__)
+
+Keep = Callable[[dict[str, Any], dict[str, str]], Awaitable[RolloutContext | None]]
 
 LONGEST = 3  # calls in flight that the status names
 
@@ -111,6 +114,7 @@ class Proxy:
         self._observer = Observer(self.snapshot)
         self._memory = Memory()
         self.ready: Callable[[], Awaitable[None]] = _at_once  # the server's: EngineError while the engine is away
+        self.keep: Keep | None = None  # the server's: the rollout that a call of no open rollout is kept in
         self._services = Services(
             engine=engine,
             recorder=self._recorder,
@@ -205,7 +209,7 @@ class Proxy:
                     self._services,
                     upstream=upstream,
                     dialect=dialect,
-                    identity=identity,
+                    identity=await self._kept(identity, asked, headers),
                     path=f"/v1/{path}",
                     body=asked,
                     headers=headers,
@@ -214,10 +218,22 @@ class Proxy:
             body = wire.bounded(body, dialect.endpoint.token_limits, self.limits.answer_tokens)
             await self.ready()
             return Exchange(
-                self._services, dialect=dialect, identity=identity, body=body, writer=writer, headers=headers
+                self._services,
+                dialect=dialect,
+                identity=await self._kept(identity, asked, headers),
+                body=body,
+                writer=writer,
+                headers=headers,
             )
 
         return self._answered(answer, dialect)
+
+    async def _kept(self, identity: Identity, asked: dict[str, Any], headers: list[tuple[str, str]]) -> Identity:
+        """The caller with the rollout that an app's call is kept in, if it is."""
+        if self.keep is None or identity.rollout is not None:
+            return identity
+        context = await self.keep(asked, dict(headers))
+        return identity if context is None else replace(identity, rollout=context)
 
     def _counts(self, dialect: Counting) -> Answer:
         """The tokens of a prompt are counted: as they are rendered, whatever a rollout has sampled before."""

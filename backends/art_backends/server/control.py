@@ -1,4 +1,5 @@
-"""The control API's routes: status, settings, rollouts, steps. The guard lets only the admin token through to them.
+"""The control API's routes: status, settings, rollouts, steps, forgetting. The guard lets only the admin's token
+through to them.
 
 Bodies are validated (unknown fields are errors), filters are a fixed list, errors have a stable ``code``. It refuses
 bodies beyond ``BODY_BYTES`` and waits no longer than ``MAX_WAIT``.
@@ -34,6 +35,7 @@ from art_backends.proxy.engine_client import EngineClient
 from art_backends.server.auth import CONTROL, error
 from art_backends.server.folder import PolicyFile
 from art_backends.server.policy import PolicyTable
+from art_backends.server.retention import Retention
 from art_backends.server.sessions import Sessions
 from art_backends.server.steps import Steps
 from art_backends.store import AsyncStore, ConflictError, NotFoundError
@@ -86,6 +88,10 @@ class _Step(_Body):
     config: TrainConfig
 
 
+class _Forget(_Body):
+    subject: str = Field(min_length=1, max_length=1000)
+
+
 class _Filters(_Body):
     policy: str | None = None
     step: int | None = Field(None, lt=2**31)
@@ -115,6 +121,7 @@ class Services:
     policies: PolicyTable
     sessions: Sessions
     steps: Steps
+    retention: Retention
     engine: EngineClient
     children: Sequence[Any]  # each with state()
     policy_file: PolicyFile
@@ -137,6 +144,7 @@ class Control:
             ("rollouts", self._list, "GET"),
             ("rollouts/{id}", self._show, "GET"),
             ("rollouts/{id}/close", self._close, "POST"),
+            ("forget", self._forget, "POST"),
             ("steps", self._start_step, "POST"),
             ("steps", self._steps, "GET"),
             ("steps/{step:int}", self._step, "GET"),
@@ -240,6 +248,11 @@ class Control:
             newest=filters.newest,
         )
         return _json({"rollouts": [_dump(rollout) for rollout in found]})
+
+    async def _forget(self, request: Request) -> Response:
+        forgotten, examples = await self._s.retention.forget((await _body(request, _Forget)).subject)
+        counts = {"rollouts": len(forgotten.rollouts), "calls": forgotten.calls, "examples": examples}
+        return _json({**counts, "versions": forgotten.versions})
 
     async def _start_step(self, request: Request) -> Response:
         body = await _body(request, _Step)

@@ -15,7 +15,7 @@ from typing import Literal
 from art_backends.errors import ConfigError, FolderInUseError
 
 LOCK = "lock"
-Work = Literal["serve", "versions"]
+Work = Literal["serve", "versions", "forget"]
 
 
 @dataclass(frozen=True, slots=True)

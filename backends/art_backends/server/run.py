@@ -33,6 +33,7 @@ from art_backends.proxy.app import Proxy
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.providers import Providers
+from art_backends.redaction import Redactor, guard_logs
 from art_backends.server import app, origin, probe
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
@@ -41,9 +42,11 @@ from art_backends.server.folder import PolicyFile, RunFolder, read_pin
 from art_backends.server.holder import held_by
 from art_backends.server.policy import PolicyTable
 from art_backends.server.reconcile import reconcile
+from art_backends.server.retention import Retention
 from art_backends.server.sessions import Sessions, digest
 from art_backends.server.steps import Steps
 from art_backends.server.supervisor import Supervisor
+from art_backends.server.traffic import Traffic
 from art_backends.store import AsyncStore
 from art_backends.trajectories import CaptureLevel
 
@@ -146,10 +149,11 @@ class _Server(uvicorn.Server):
 class _Parts:
     """What a running server is made of."""
 
-    def __init__(self, services: Services, proxy: Proxy, adapters: Adapters, asgi: Any) -> None:
+    def __init__(self, services: Services, proxy: Proxy, adapters: Adapters, traffic: Traffic, asgi: Any) -> None:
         self.services = services
         self.proxy = proxy
         self.adapters = adapters
+        self.traffic = traffic
         self.asgi = asgi
 
 
@@ -169,7 +173,9 @@ async def _parts(
         policy_file.check(config)  # before the worker, which takes seconds to start
     origin.check(config, folder.versions)
     async with contextlib.AsyncExitStack() as stack:
-        store = await AsyncStore.open(folder.store)
+        redactor = Redactor(config.privacy)
+        guard_logs(redactor)
+        store = await AsyncStore.open(folder.store, redactor)
         stack.push_async_callback(store.aclose)
         worker = make_worker(config, folder)
         stack.push_async_callback(worker.stop)
@@ -208,6 +214,8 @@ async def _parts(
         stack.push_async_callback(providers.aclose)
         proxy = Proxy(engine, store, policy=policies, limits=limits, providers=providers)
         sessions.on_closed = proxy.forget
+        traffic = _traffic(config, store, policies, proxy)
+        stack.push_async_callback(traffic.close_all)
 
         async def restarted() -> None:
             proxy.engine_changed()
@@ -223,6 +231,14 @@ async def _parts(
             policies=policies,
             sessions=sessions,
             steps=steps,
+            retention=Retention(
+                store,
+                sessions,
+                traffic,
+                folder.path,
+                keep_days=config.privacy.keep_days,
+                forget_calls=proxy.forget,
+            ),
             engine=engine,
             children=[worker],
             policy_file=policy_file,
@@ -237,7 +253,14 @@ async def _parts(
             engine_up=lambda: worker.state()["state"] == "up",
             wait_for_engine=worker.wait_ready,
         )
-        yield _Parts(services, proxy, adapters, asgi)
+        yield _Parts(services, proxy, adapters, traffic, asgi)
+
+
+def _traffic(config: TrainConfig, store: AsyncStore, policies: PolicyTable, proxy: Proxy) -> Traffic:
+    traffic = Traffic(store, policies, config.privacy)
+    traffic.on_closed = proxy.forget
+    proxy.keep = traffic.context
+    return traffic
 
 
 async def _fixed_tokens(folder: RunFolder, store: AsyncStore, sessions: Sessions) -> None:
@@ -255,7 +278,7 @@ async def _fixed_tokens(folder: RunFolder, store: AsyncStore, sessions: Sessions
 
 
 async def _housekeeping(parts: _Parts) -> None:
-    """Unload versions that nobody needs, close rollouts whose time is over."""
+    """Unload versions that nobody needs, close rollouts whose time is over, delete what is too old."""
     changed = parts.services.policies.changed
     while True:
         with contextlib.suppress(TimeoutError):
@@ -265,6 +288,8 @@ async def _housekeeping(parts: _Parts) -> None:
         try:
             await parts.adapters.unload_idle()
             await parts.services.sessions.expire()
+            await parts.traffic.close_idle()
+            await parts.services.retention.expire()
         except Exception:  # boundary: housekeeping goes on whatever one round met
             log.exception("housekeeping failed; it is tried again in %.0f s", HOUSEKEEPING_SECONDS)
 

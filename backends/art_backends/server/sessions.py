@@ -23,7 +23,7 @@ from art_backends.errors import ConfigError
 from art_backends.proxy.identity import Identity, RolloutContext, SamplingOverrides
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
-from art_backends.store import AsyncStore, Ending, NotFoundError
+from art_backends.store import AsyncStore, Ending, NotFoundError, subject_digest
 from art_backends.trajectories import Purpose, Rollout, version_name
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Sessions:
         self._fixed: dict[str, Identity] = {}  # admin and agent tokens
         self._open: dict[str, tuple[RolloutContext, str, int, float]] = {}  # id → context, digest, version, deadline
         self._by_digest: dict[str, RolloutContext] = {}
+        self._subjects: dict[str, str] = {}  # id of an open rollout → digest of whom it is about
 
     def add_fixed(self, token_digest: str, identity: Identity) -> None:
         self._fixed[token_digest] = identity
@@ -98,7 +99,10 @@ class Sessions:
         sample: int,
         version: int | None,
     ) -> tuple[Rollout, str]:
-        """A new rollout of the policy and its token. AdapterError or EngineError if ``version`` cannot be served."""
+        """A new rollout of the policy and its token. AdapterError or EngineError if ``version`` cannot be served.
+
+        A text ``subject`` in the scenario says whom it is about.
+        """
         number = self._policies.newest if version is None else version
         self._policies.pin(number)  # before the first await, so that it is not unloaded meanwhile
         try:
@@ -115,6 +119,7 @@ class Sessions:
                 step=step,
                 group=group,
                 sample=sample,
+                subject=_subject(scenario),
                 opened=time.time(),
             )
             await self._store.open_rollout(rollout, digest(token))
@@ -124,6 +129,8 @@ class Sessions:
         context = self._context(rollout)
         self._open[rollout.id] = (context, digest(token), number, time.monotonic() + self.ttl())
         self._by_digest[digest(token)] = context
+        if rollout.subject is not None:
+            self._subjects[rollout.id] = rollout.subject
         return rollout, token
 
     async def close(self, rollout_id: str, **ending: Unpack[Ending]) -> Rollout:
@@ -141,6 +148,14 @@ class Sessions:
         rollout = await self._store.close_rollout(rollout_id, **ending)
         self._forget(rollout_id)
         return rollout
+
+    async def close_about(self, subject: str, *, fault: str) -> None:
+        """Close the open rollouts about somebody as faulty; ``subject`` is the digest."""
+        for rollout_id in [key for key, about in self._subjects.items() if about == subject]:
+            try:
+                await self.close(rollout_id, fault=fault)
+            except NotFoundError:
+                self._forget(rollout_id)
 
     async def expire(self) -> list[str]:
         """Close rollouts whose time is over as faulty; returns their ids."""
@@ -181,8 +196,14 @@ class Sessions:
 
     def _forget(self, rollout_id: str) -> None:
         session = self._open.pop(rollout_id, None)
+        self._subjects.pop(rollout_id, None)
         if session is not None:
             self._by_digest.pop(session[1], None)
             self._policies.unpin(session[2])
             if self.on_closed is not None:
                 self.on_closed(rollout_id)
+
+
+def _subject(scenario: Any) -> str | None:
+    subject = scenario.get("subject") if isinstance(scenario, dict) else None
+    return subject_digest(subject) if isinstance(subject, str) and subject else None

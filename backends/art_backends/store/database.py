@@ -90,6 +90,14 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
 
+    def wipe(self) -> None:
+        """Rewrite the file without what was deleted from it, and empty the log beside it: nothing of it is left."""
+        with self._lock, self._words("written"):
+            if self._closed or self._broken is not None:
+                raise StoreError(self._broken or f"{self.path}: the store is closed")
+            self._writer.execute("VACUUM")
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """A read-only connection that sees everything committed; a block sees one snapshot."""

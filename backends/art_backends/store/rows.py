@@ -19,14 +19,14 @@ from art_backends.trajectories import Call, Choice, Rollout
 
 _CALL_COLUMNS = ("id", "rollout_id", "sequence", "status", "version", "drifted", "excluded", "started", "finished")
 _CALL_REST = frozenset(Call.model_fields) - {*_CALL_COLUMNS, "request", "prompt_token_ids", "choices"}
-_ROLLOUT_COLUMNS = ("id", "policy", "version", "purpose", "scenario_id", "step", "sample", "reward", "fault")
+_ROLLOUT_COLUMNS = ("id", "policy", "version", "purpose", "scenario_id", "step", "sample", "reward", "fault", "subject")
 BATCH = 500  # ids per IN (...): well under SQLite's limit of bound values
 
 
 def insert_rollout(connection: sqlite3.Connection, rollout: Rollout) -> None:
     connection.execute(
         "INSERT INTO rollouts (id, policy, version, purpose, scenario_id, scenario_json, step, group_name, sample,"
-        " opened) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        " opened, subject) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             rollout.id,
             rollout.policy,
@@ -38,6 +38,7 @@ def insert_rollout(connection: sqlite3.Connection, rollout: Rollout) -> None:
             rollout.group,
             rollout.sample,
             rollout.opened,
+            rollout.subject,
         ),
     )
 

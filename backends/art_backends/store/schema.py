@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from art_backends.errors import StoreError
 
-VERSION = 2
+VERSION = 3
 APPLICATION_ID = 0x41525431  # "ART1"
 
 # Token ids are little-endian int32, logprobs little-endian float32; *_json columns are zlib-compressed JSON.
@@ -41,10 +41,12 @@ CREATE TABLE rollouts (
     fault         TEXT,
     result_json   BLOB,                      -- output, metrics, error, scored_by
     opened        REAL NOT NULL,
-    finished      REAL
+    finished      REAL,
+    subject       TEXT                       -- SHA-256 of whom it is about, hexadecimal
 );
 CREATE INDEX rollouts_by_step ON rollouts (policy, step, number);
 CREATE INDEX rollouts_open ON rollouts (opened) WHERE closed = 0;
+CREATE INDEX rollouts_by_subject ON rollouts (subject) WHERE subject IS NOT NULL;
 CREATE TABLE calls (
     number           INTEGER PRIMARY KEY,
     id               TEXT NOT NULL UNIQUE,
@@ -102,6 +104,10 @@ ALTER TABLE calls ADD COLUMN base_choice INTEGER;
 ALTER TABLE calls ADD COLUMN shared_ids INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE calls ADD COLUMN shared_messages INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX calls_by_base ON calls (base) WHERE base IS NOT NULL;
+""",
+    2: """
+ALTER TABLE rollouts ADD COLUMN subject TEXT;
+CREATE INDEX rollouts_by_subject ON rollouts (subject) WHERE subject IS NOT NULL;
 """,
 }
 

@@ -4,6 +4,8 @@ Every method blocks and is one transaction; the server goes through ``AsyncStore
 filters of ``rollouts`` are a fixed list. A rollout's outcome can be written once: closing it again with the same
 content is a no-op, with other content a ConflictError.
 
+Texts are written without the secrets that a ``Redactor`` finds in them.
+
 It refuses to hold secrets (only digests of tokens), to open a file that is damaged or of a newer release, and to
 take a call into a rollout that is closed.
 """
@@ -19,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
-from art_backends.store import rows
+from art_backends.redaction import Redactor
+from art_backends.store import forgetting, rows
 from art_backends.store.codec import pack_json, unpack_json
 from art_backends.store.database import ConflictError, Database, NotFoundError
 from art_backends.store.deltas import Known
+from art_backends.store.forgetting import Forgotten
 from art_backends.trajectories import Call, CallStatus, Purpose, Rollout, RolloutError
 
 TokenKind = Literal["admin", "agent", "rollout"]
@@ -71,14 +75,18 @@ class Token:
 class Store:
     """See the module. Open with ``Store.open(path)``; thread-safe."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, redactor: Redactor) -> None:
         self._database = database
+        self._redactor = redactor
         self._known: OrderedDict[str, dict[int, Known]] = OrderedDict()  # by rollout and number; of recent rollouts
 
     @classmethod
-    def open(cls, path: Path) -> Store:
-        """Open or create the store; StoreError if it is damaged, newer than this release, or cannot be written."""
-        return cls(Database(Path(path)))
+    def open(cls, path: Path, redactor: Redactor | None = None) -> Store:
+        """Open or create the store; StoreError if it is damaged, newer than this release, or cannot be written.
+
+        ``redactor`` None: one that knows the usual formats.
+        """
+        return cls(Database(Path(path)), redactor or Redactor())
 
     def close(self) -> None:
         self._database.close()
@@ -119,6 +127,7 @@ class Store:
 
     def open_rollout(self, rollout: Rollout, token_digest: str | None = None) -> None:
         """Write an open rollout, and its token with it. ConflictError if the id is taken."""
+        rollout = rollout.model_copy(update={"scenario": self._redactor.value(rollout.scenario)})
         with self._database.write() as connection:
             rows.insert_rollout(connection, rollout)
             if token_digest is not None:
@@ -130,11 +139,11 @@ class Store:
         Again with equal content: the stored one. ConflictError for other content, NotFoundError for an unknown id.
         """
         _check_names(ending, Ending)
-        error, reward, fault = ending.get("error"), ending.get("reward"), ending.get("fault")
+        error, reward, fault = ending.get("error"), ending.get("reward"), self._redactor.value(ending.get("fault"))
         result = {
-            "output": ending.get("output"),
+            "output": self._redactor.value(ending.get("output")),
             "metrics": dict(ending.get("metrics") or {}),
-            "error": None if error is None else error.model_dump(mode="json"),
+            "error": None if error is None else self._redactor.value(error.model_dump(mode="json")),
         }
         if ending.get("scored_by") is not None:
             result["scored_by"] = ending.get("scored_by")
@@ -155,19 +164,27 @@ class Store:
             self._known.pop(rollout_id, None)
             return rows.rollout_of(cast(sqlite3.Row, _rollout_row(connection, rollout_id)))
 
-    def close_open_rollouts(self, *, fault: str, opened_before: float) -> list[str]:
-        """Close every open rollout that was opened before a time (seconds since the epoch); returns their ids."""
+    def close_open_rollouts(self, *, fault: str, opened_before: float, subject: str | None = None) -> list[str]:
+        """Close every open rollout (about a subject) that was opened before a time (seconds since the epoch); returns
+        their ids.
+
+        Those of apps have no fault: that nobody closed them is how they end.
+        """
+        about = None if subject is None else forgetting.subject_digest(subject)
         with self._database.write() as connection:
             found = [
                 row[0]
                 for row in connection.execute(
-                    "SELECT id FROM rollouts WHERE closed = 0 AND opened < ? ORDER BY number", (opened_before,)
+                    "SELECT id FROM rollouts WHERE closed = 0 AND opened < ? AND (? IS NULL OR subject = ?)"
+                    " ORDER BY number",
+                    (opened_before, about, about),
                 )
             ]
             result = pack_json({"output": None, "metrics": {}, "error": None})
             connection.executemany(
-                "UPDATE rollouts SET closed = 1, fault = ?, result_json = ?, finished = ? WHERE id = ?",
-                [(fault, result, time.time(), rollout_id) for rollout_id in found],
+                "UPDATE rollouts SET closed = 1, fault = CASE purpose WHEN ? THEN NULL ELSE ? END, result_json = ?,"
+                " finished = ? WHERE id = ?",
+                [(Purpose.TRAFFIC.value, fault, result, time.time(), rollout_id) for rollout_id in found],
             )
         return found
 
@@ -230,6 +247,7 @@ class Store:
 
     def begin_call(self, call: Call) -> None:
         """Write a call's intent. ConflictError if its rollout is closed (or unknown), or its id is taken."""
+        call = self._redactor.call(call)
         with self._call_written(call) as connection:
             if call.rollout_id is not None:
                 row = _rollout_row(connection, call.rollout_id)
@@ -246,6 +264,7 @@ class Store:
         A call that ends after its rollout was closed is kept but marked ``excluded="late"``: what a closed rollout
         trains never changes any more.
         """
+        call = self._redactor.call(call)
         with self._call_written(call) as connection:
             row = None if call.rollout_id is None else _rollout_row(connection, call.rollout_id)
             if row is not None and row["closed"]:
@@ -282,6 +301,28 @@ class Store:
         """The calls of a rollout in order of arrival."""
         with self._database.read() as connection:
             return rows.calls_of(connection, [rollout_id])[rollout_id]
+
+    # forgetting
+
+    def forget(self, *, subject: str | None = None, rollout_ids: Iterable[str] = ()) -> Forgotten:
+        """Delete closed rollouts with all that was kept of them: those about a subject, and these. Nothing of them
+        stays in the file."""
+        with self._database.write() as connection:
+            about = [] if subject is None else forgetting.of_subject(connection, forgetting.subject_digest(subject))
+            forgotten = forgetting.forget(connection, [*about, *rollout_ids])
+        for rollout_id in forgotten.rollouts:
+            self._known.pop(rollout_id, None)
+        if forgotten.rollouts:
+            self._database.wipe()
+        return forgotten
+
+    def forget_before(self, seconds: float) -> Forgotten:
+        """Delete the first closed rollouts that ended before a time (seconds since the epoch); see ``forget``.
+
+        A thousand at the most. The room in the file is used again: it is not rewritten.
+        """
+        with self._database.write() as connection:
+            return forgetting.forget(connection, forgetting.finished_before(connection, seconds))
 
     # steps
 

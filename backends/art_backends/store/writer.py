@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Unpack
 
+from art_backends.redaction import Redactor
 from art_backends.store.database import READERS
+from art_backends.store.forgetting import Forgotten
 from art_backends.store.store import Ending, Filters, Store, Token, TokenKind
 from art_backends.trajectories import Call, Rollout
 
@@ -37,8 +39,8 @@ class AsyncStore:
         self._pending: set[asyncio.Future[Any]] = set()
 
     @classmethod
-    async def open(cls, path: Path) -> AsyncStore:
-        return cls(await asyncio.to_thread(Store.open, path))
+    async def open(cls, path: Path, redactor: Redactor | None = None) -> AsyncStore:
+        return cls(await asyncio.to_thread(Store.open, path, redactor))
 
     @property
     def path(self) -> Path:
@@ -118,6 +120,14 @@ class AsyncStore:
 
     async def calls(self, rollout_id: str) -> list[Call]:
         return await self._read(self._store.calls, rollout_id)
+
+    # forgetting
+
+    async def forget(self, *, subject: str | None = None, rollout_ids: Iterable[str] = ()) -> Forgotten:
+        return await self._write(self._store.forget, subject=subject, rollout_ids=tuple(rollout_ids))
+
+    async def forget_before(self, seconds: float) -> Forgotten:
+        return await self._write(self._store.forget_before, seconds)
 
     # steps
 
