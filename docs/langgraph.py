@@ -36,6 +36,7 @@ Every call of the policy, but for those of which something is known against it. 
 | `rerun` | came from a run of a node whose result was thrown away: a retry policy or a resumed interrupt ran it again |
 | `error`, `cancelled`, `abort` | got no whole answer |
 | `rollout_closed` | came after the rollout had ended |
+| `redacted` | has a secret in it and is kept without its token ids ([privacy.md](privacy.md)) |
 | `constrained` | was sampled under a grammar: its probabilities are not the model's own |
 | `other_node` | is not of a node or agent in `nodes` |
 | `greedy`, `truncated_sampling` | was not sampled from the whole distribution |

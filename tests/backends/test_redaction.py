@@ -50,9 +50,12 @@ def test_every_known_format_has_an_example_here() -> None:
 def test_a_secret_of_each_format_is_replaced_wherever_it_stands(name: str) -> None:
     secret = SECRETS[name]
     text = AROUND.get(name, "the key is {}, keep it").format(secret)
-    value = {"messages": [{"role": "tool", "content": text}, {"arguments": '{"key": "' + text.replace("\n", "\\n") + '"}'}]}
+    value = {
+        "messages": [{"role": "tool", "content": text}, {"arguments": '{"key": "' + text.replace("\n", "\\n") + '"}'}]
+    }
     found = str(Redactor().value(value))
-    assert secret not in found and secret.replace("\n", "\\n") not in found
+    assert secret not in found
+    assert secret.replace("\n", "\\n") not in found
     assert found.count(f"[redacted {name}]") == 2
     kept = Redactor(Privacy(without=[item.name for item in FORMATS]))
     assert kept.value(value) is value
@@ -119,8 +122,11 @@ def call(content: str, answer: str = "yes") -> Call:
 def test_a_call_with_a_secret_keeps_no_ids_and_does_not_train(content: str, answer: str) -> None:
     written = Redactor().call(call(content, answer))
     assert SECRETS["github"] not in written.model_dump_json()
-    assert written.prompt_token_ids == [] and written.choices[0].token_ids == [] and written.choices[0].logprobs == []
-    assert written.excluded == "redacted" and written.capture is CaptureLevel.TEXT
+    assert written.prompt_token_ids == []
+    assert written.choices[0].token_ids == []
+    assert written.choices[0].logprobs == []
+    assert written.excluded == "redacted"
+    assert written.capture is CaptureLevel.TEXT
 
 
 def test_a_call_without_one_is_the_same_object_and_an_error_alone_costs_no_ids() -> None:
@@ -129,7 +135,8 @@ def test_a_call_without_one_is_the_same_object_and_an_error_alone_costs_no_ids()
     failed = clean.model_copy(update={"error": f"401 wrong key {SECRETS['openai']}"})
     written = Redactor().call(failed)
     assert written.error == "401 wrong key [redacted openai]"
-    assert written.prompt_token_ids == [1, 2, 3] and written.excluded is None
+    assert written.prompt_token_ids == [1, 2, 3]
+    assert written.excluded is None
 
 
 def test_text_that_is_no_proper_unicode_and_numbers_that_are_too_long() -> None:

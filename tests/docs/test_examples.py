@@ -246,6 +246,11 @@ def test_the_settings_page_is_what_the_class_says():
     assert [row for row in SETTINGS if f"\n| `{row}` |" not in page] == []
 
 
+def test_the_table_of_secrets_is_what_is_looked_for():
+    file = ROOT / "docs" / "privacy.md"
+    assert runpy.run_path(str(ROOT / "docs" / "privacy.py"))["page"](file.read_text()) == file.read_text()
+
+
 def test_variables_of_the_environment_example_are_read():
     for name in re.findall(r"^#? ?([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.MULTILINE):
         assert name in SOURCE or name.startswith("OPENAI_"), f".env.example: nothing reads {name}"

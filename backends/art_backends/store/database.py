@@ -91,12 +91,19 @@ class Database:
                 raise
 
     def wipe(self) -> None:
-        """Rewrite the file without what was deleted from it, and empty the log beside it: nothing of it is left."""
+        """Rewrite the file without what was deleted from it, and empty the log beside it: nothing of it is left.
+
+        StoreError if a reader needs the log for longer than BUSY_SECONDS.
+        """
         with self._lock, self._words("written"):
             if self._closed or self._broken is not None:
                 raise StoreError(self._broken or f"{self.path}: the store is closed")
             self._writer.execute("VACUUM")
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if busy:
+            raise StoreError(
+                f"{self.path}: deleted, but a reader still needs the log that has it ({self.path.name}-wal): ask again"
+            )
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:

@@ -312,8 +312,7 @@ class Store:
             forgotten = forgetting.forget(connection, [*about, *rollout_ids])
         for rollout_id in forgotten.rollouts:
             self._known.pop(rollout_id, None)
-        if forgotten.rollouts:
-            self._database.wipe()
+        self._database.wipe()  # even if there was none: the last time it may have failed here
         return forgotten
 
     def forget_before(self, seconds: float) -> Forgotten:

@@ -34,6 +34,7 @@ from art_backends.engines.embedded.core import Engine  # noqa: E402
 from art_backends.engines.embedded.weights import load_base  # noqa: E402
 from art_backends.errors import ArtError, TemplateError  # noqa: E402
 from art_backends.models import resolve  # noqa: E402
+from art_backends.redaction import Redactor, guard_logs  # noqa: E402
 from art_backends.training.trainer import Trainer  # noqa: E402
 from art_backends.worker.jobs import Jobs  # noqa: E402
 
@@ -44,6 +45,7 @@ def main() -> int:
     """Serve until standard input ends; returns the exit code."""
     options = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    guard_logs(Redactor())
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         app, said = _build(options)
