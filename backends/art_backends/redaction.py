@@ -89,12 +89,16 @@ class Redactor:
         formats += [_given(name, pattern) for name, pattern in privacy.patterns.items()]
         formats += _values(privacy.secrets_of, os.environ if environment is None else environment)
         self._formats = formats
-        self._anchors = [anchor.encode() for anchor in dict.fromkeys(a for item in formats for a in item.anchors)]
-        self._always = any(not item.anchors for item in formats)
+        anchors = sorted({anchor for item in formats for anchor in item.anchors})
+        self._anchors = [anchor.encode() for anchor in anchors]
+        always = any(not item.anchors for item in formats)
+        self._hint = None if always else re.compile("|".join(map(re.escape, anchors)) or r"(?!)")
         self._clean: OrderedDict[int, None] = OrderedDict()  # hashes of parts without a secret
 
     def text(self, text: str) -> str:
         """The text with ``[redacted NAME]`` in the place of each secret."""
+        if self._hint is not None and self._hint.search(text) is None:
+            return text
         for item in self._formats:
             if not item.anchors or any(anchor in text for anchor in item.anchors):
                 text = item.expression.sub(_replacement(item.name), text)
@@ -110,7 +114,7 @@ class Redactor:
             found = {self.text(key) if isinstance(key, str) else key: self.value(item) for key, item in value.items()}
             same = found.keys() == value.keys() and all(found[key] is value[key] for key in value)
             return value if same else found
-        if isinstance(value, list | tuple) and not self._is_clean(value):
+        if isinstance(value, list | tuple):
             items = [self.value(item) for item in value]
             return value if all(new is old for new, old in zip(items, value, strict=True)) else items
         return value
@@ -135,7 +139,7 @@ class Redactor:
         return choice if message is choice.message else choice.model_copy(update={"message": message})
 
     def _is_clean(self, part: Any) -> bool:
-        """Whether a list or an object holds nothing that is searched for, told without a walk through it."""
+        """Whether an object holds nothing that is searched for, told without a walk through it."""
         try:
             raw = orjson.dumps(part)
         except TypeError:  # lone surrogates, long integers
@@ -143,7 +147,7 @@ class Redactor:
         key = hash(raw)
         if key in self._clean:
             return True
-        if self._always or any(anchor in raw for anchor in self._anchors):
+        if self._hint is None or any(anchor in raw for anchor in self._anchors):
             return False
         self._clean[key] = None
         if len(self._clean) > _REMEMBERED:
