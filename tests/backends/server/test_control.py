@@ -208,7 +208,9 @@ async def test_data_come_back_as_they_were(start: Any) -> None:
         found = await server.client.rollout(rollout.id)
         assert [call.request["messages"][0]["content"] for call in found.calls] == hostile
         assert [call.request["metadata"]["x"] for call in found.calls] == hostile
-        assert all(call.choices[0].message["content"].endswith(text) for call, text in zip(found.calls, hostile))
+        assert all(
+            call.choices[0].message["content"].endswith(text) for call, text in zip(found.calls, hostile, strict=True)
+        )
         assert (found.calls[0].node.name or "").startswith('{"lc":1}')
         assert (found.scenario, found.output) == ({"lc": 1, "type": "secret", "id": ["HOME"]}, closed.output)
         assert found.output == {"lc": 1, "type": "constructor"}
