@@ -23,8 +23,8 @@ def page(name: str) -> str:
     source = MANIFESTS[name]
     manifest = tomllib.loads((ROOT / source).read_text(encoding="utf-8"))
     said = (
-        "Each row is held by tests; the names are those of functions below `tests/`. From here on the page is written by\n"
-        f"`python docs/requirements.py` from `{source}`; do not edit it by hand.\n"
+        "Each row is held by tests; the names are those of functions below `tests/`. From here on, the page is\n"
+        f"written by `python docs/requirements.py` from `{source}`; do not edit it by hand.\n"
     )
     return f"{by_hand.rstrip()}\n\n{HEADING}\n{said}" + "".join(_section(section) for section in manifest["section"])
 

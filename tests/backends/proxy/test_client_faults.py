@@ -17,7 +17,7 @@ from art_backends.config import Limits
 from art_backends.trajectories import CallStatus
 
 from tests.backends.proxy.fake_engine import WAIT, FakeEngine, World, answer, chunk, faked, hang, sse, status
-from tests.backends.proxy.speakers import SPEAKERS, Heard, Speaker, every
+from tests.backends.proxy.speakers import SPEAKERS, Heard, Speaker, every, gives
 
 LEAVING = ["before an answer", "before the first token", "in the middle"]
 
@@ -109,6 +109,18 @@ async def test_r15_who_does_not_read_is_bounded_and_given_up_and_the_others_are_
         await w.idle()
         assert flood.sent < 20_000_000, "what lies in buffers, those of the sockets included"
         assert [call.status for call in w.store.all if call.rollout_id == "r1"] == [CallStatus.CANCELLED]
+        assert w.proxy.in_flight == 0
+        writer.transport.abort()
+
+
+@every()
+async def test_r15_who_does_not_read_a_whole_answer_is_given_up(speaker: Speaker) -> None:
+    async with faked(Limits(write_seconds=0.2)) as w:
+        w.engine.script.append(gives(speaker.reply("x!").replace(b"x!", b"x" * 12_000_000)))
+        _, writer = await speaker.send(w)
+        await asyncio.wait_for(w.store.finishing.wait(), WAIT)
+        await w.idle()
+        assert (w.store.only.status, w.store.only.excluded) == (CallStatus.CANCELLED, "cancelled")
         assert w.proxy.in_flight == 0
         writer.transport.abort()
 
