@@ -1,17 +1,32 @@
-"""The manifest of what is promised of LangGraph apps: each row has tests that exist, each test of its suites a row."""
+"""The manifests of what is promised: each row has tests that exist, each test of a manifest's suites shows a row."""
 
 from __future__ import annotations
 
 import ast
 import runpy
 import tomllib
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
-MANIFEST = tomllib.loads((ROOT / "tests/art_langgraph/requirements.toml").read_text(encoding="utf-8"))
-ROWS = [row for section in MANIFEST["section"] for row in section["row"]]
+WRITER = runpy.run_path(str(ROOT / "docs/requirements.py"))
+PAGES: dict[str, str] = WRITER["MANIFESTS"]
+
+each = pytest.mark.parametrize("name", PAGES.values())
 
 
+def manifest(name: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / name).read_text(encoding="utf-8"))
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return [row for section in manifest(name)["section"] for row in section["row"]]
+
+
+@cache
 def names_in(path: str) -> set[str]:
     """Names of the test functions of a file below the repository's root."""
     module = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -22,29 +37,32 @@ def names_in(path: str) -> set[str]:
     }
 
 
-def test_each_row_has_tests_and_they_exist() -> None:
+@each
+def test_each_row_has_tests_and_they_exist(name: str) -> None:
     missing = []
-    for row in ROWS:
+    for row in rows_of(name):
         assert row["says"]
         assert row["tests"], f"{row['says']}: no test"
-        for name in row["tests"]:
-            path, _, function = name.partition("::")
+        for test in row["tests"]:
+            path, _, function = test.partition("::")
             if function not in names_in(f"tests/{path}"):
-                missing.append(name)
+                missing.append(test)
     assert not missing
 
 
-def test_each_test_of_the_suites_shows_a_row() -> None:
-    shown = {f"tests/{name}" for row in ROWS for name in row["tests"]}
-    alone = [f"{path}::{name}" for path in MANIFEST["suites"] for name in sorted(names_in(path))]
-    assert [name for name in alone if name not in shown] == []
+@each
+def test_each_test_of_the_suites_shows_a_row(name: str) -> None:
+    shown = {f"tests/{test}" for row in rows_of(name) for test in row["tests"]}
+    alone = [f"{path}::{test}" for path in manifest(name)["suites"] for test in sorted(names_in(path))]
+    assert [test for test in alone if test not in shown] == []
 
 
-def test_no_promise_is_made_twice() -> None:
-    says = [row["says"] for row in ROWS]
+@each
+def test_no_promise_is_made_twice(name: str) -> None:
+    says = [row["says"] for row in rows_of(name)]
     assert len(says) == len(set(says))
 
 
-def test_the_page_is_written_from_it() -> None:
-    module = runpy.run_path(str(ROOT / "docs/langgraph.py"))
-    assert (ROOT / "docs/langgraph.md").read_text(encoding="utf-8") == module["page"](), "run: python docs/langgraph.py"
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_is_written_from_it(page: str) -> None:
+    assert (ROOT / page).read_text(encoding="utf-8") == WRITER["page"](page), "run: python docs/requirements.py"

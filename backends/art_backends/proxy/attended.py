@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from art_backends.proxy.observing import Observed
 
+_PIECE = 256 * 1024  # bytes of an answer that wait for the client at most: the server buffers what it is given
+
 
 class StuckClientError(Exception):
     """The client holds its connection open but does not read."""
@@ -59,7 +61,11 @@ class Attended(Response):
         if not any(name == b"content-type" for name, _ in headers):
             headers.append((b"content-type", b"application/json"))
         await self._start(send, status, headers)
-        await self._send_last(send, content)
+        sent = 0
+        while len(content) - sent > _PIECE:
+            await self._send_part(send, content[sent : sent + _PIECE])
+            sent += _PIECE
+        await self._send_last(send, content[sent:])
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._write(send, {"type": "http.response.start", "status": status, "headers": headers})

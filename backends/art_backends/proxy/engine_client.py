@@ -10,6 +10,7 @@ It refuses to interpret the replies of ``/v1/chat/completions``: a status is dat
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,15 +29,21 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 READ_BYTES = 256 * 1024
 _HEADER_BYTES = 64 * 1024
+_AT_ONCE = 1024 * 1024  # bytes of a request that are sent without a pause
 _ABSENT = frozenset({404, 405, 501})
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON as engines write it (NaN included); ValueError if it is none."""
+    """JSON as engines write it (NaN included); ValueError if it is none, or none that can be written again."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        return json.loads(data)
+        try:
+            value = json.loads(data)
+            orjson.dumps(value)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 @dataclass(frozen=True)
@@ -188,10 +195,11 @@ class EngineClient:
         sent = {name.lower(): value for name, value in headers}
         sent |= {"content-type": "application/json", "accept-encoding": "identity"}
         sent |= {name.lower(): value for name, value in self._own_headers.items()}
+        data = content if len(content) <= _AT_ONCE else io.BytesIO(content)  # the latter goes piece by piece
         with _failures():
             async with asyncio.timeout(first_byte_seconds):
                 response = await self._open().post(
-                    self._base + path, data=content, headers=sent, allow_redirects=False, proxy=self._proxy
+                    self._base + path, data=data, headers=sent, allow_redirects=False, proxy=self._proxy
                 )
         try:
             yield EngineStream(response, event_bytes=self._event_bytes, reply_bytes=self._reply_bytes)

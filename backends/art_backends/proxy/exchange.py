@@ -25,7 +25,7 @@ from art_backends.proxy.attended import StuckClientError
 from art_backends.proxy.dialect import Dialect, Writer
 from art_backends.proxy.engine_client import EngineStream, parse_json
 from art_backends.proxy.identity import Identity
-from art_backends.proxy.outcome import Assembler
+from art_backends.proxy.outcome import Assembler, Outcome
 from art_backends.proxy.placed import Placed
 from art_backends.proxy.prefix import Prompt
 from art_backends.proxy.services import Services
@@ -196,14 +196,18 @@ class Exchange(Placed):
                     held = []
                     continue
                 self._observe(data)
-                last = _last(data, ended)
                 with _shape_expected():
+                    last = _last(data, ended)
                     chunk = self._endpoint.chunk(data, self._asked)
                     if chunk is not None:
                         (held if last else out).append(self._writer.chunk(chunk, event.name))
             if any(out):
                 await self._send_part(send, b"".join(out))
-        raise EngineError(failure or "the engine's stream ended before [DONE]", 502, "stream_interrupted")
+        if failure is None:
+            raise EngineError("the engine's stream ended before [DONE]", 502, "stream_interrupted")
+        self._services.counters.interrupted += 1
+        await self._finish(CallStatus.ERROR, error=failure)
+        self._delivered = True  # the error was told; without a last part the connection is cut
 
     def _observe(self, data: dict[str, Any]) -> None:
         if self._recording is None or self._unreadable is not None:
@@ -217,11 +221,12 @@ class Exchange(Placed):
         if self._recording is None:
             self._services.counters.apps += self._identity.rollout is None
             return
-        if self._unreadable is not None:
+        outcome = None if self._unreadable is not None else self._outcome()
+        if outcome is None:
+            assert self._unreadable is not None
             self._services.recorder.lost(self._recording, "answer", self._unreadable)
             await self._finish(CallStatus.OK, excluded="unreadable")
             return
-        outcome = self._assembler.outcome()
         facts = {
             "prompt_token_ids": outcome.prompt_token_ids,
             "choices": outcome.choices,
@@ -233,6 +238,13 @@ class Exchange(Placed):
             self._services.counters.errors += 1
             facts["capture"] = CaptureLevel.TEXT
             await self._finish(CallStatus.ERROR, error="the answer lacks choices or their finish reasons", **facts)
+
+    def _outcome(self) -> Outcome | None:
+        try:
+            return self._assembler.outcome()
+        except (TypeError, ValueError) as error:  # parts that do not fit together, such as places of choices
+            self._unreadable = error
+            return None
 
     async def _finish(self, status: CallStatus, **changes: Any) -> None:
         if self._recording is not None:
@@ -270,7 +282,7 @@ def _parse(content: bytes) -> dict[str, Any]:
 def _shape_expected() -> Iterator[None]:
     try:
         yield
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise _MalformedError(f"the engine's answer has an unknown shape: {error}") from None
 
 

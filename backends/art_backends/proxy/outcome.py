@@ -15,6 +15,7 @@ from typing import Any
 
 from art_backends.trajectories import CaptureLevel, Choice
 
+UNFINISHED = frozenset({None, "abort", "error"})  # an engine's word for an answer that it gave up, or none at all
 _JOINED = ("content", "reasoning", "reasoning_content", "refusal")
 
 

@@ -57,6 +57,9 @@ _BODY_DROPPED = frozenset({"api_base", "base_url", "api_key", "api_version", "or
 _ENGINE_DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "session_id"})
 _TEMPLATE_REFUSED = frozenset({"chat_template", "tokenize"})
 _MEDIA = ("image_url", "video_url", "audio_url", "input_audio", "file")
+# What an engine would unpickle: tensors that a client sends.
+_TENSORS = frozenset({"image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"})
+_TENSORS_REFUSED = "tensors are not taken; send text, or media as a data: URL"
 
 _DEPTH = 200  # levels of a request's body
 _WRITTEN = 253  # levels that orjson writes: what is made of a request has some of its own
@@ -162,6 +165,13 @@ def check_body(body: Any, *, n_limit: int) -> dict[str, Any]:
         n = body.get(name)
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= n_limit):
             raise BadRequestError(f"{name} must be a whole number from 1 to {n_limit}", param=name)
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        answers = len(prompts) * max(body.get("n") or 1, body.get("best_of") or 1)
+        if answers > n_limit:
+            raise BadRequestError(f"{answers} answers are asked for, {n_limit} are given at most", param="prompt")
+    if body.get("prompt_embeds") is not None:
+        raise BadRequestError(_TENSORS_REFUSED, param="prompt_embeds")
     if not isinstance(body.get("model"), str):
         raise BadRequestError("you must provide a model parameter", param="model")
     kwargs = body.get("chat_template_kwargs")
@@ -184,7 +194,7 @@ def bounded(body: dict[str, Any], names: tuple[str, ...], most: int | None) -> d
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse messages that are no list of objects, and media that the engine would have to fetch."""
+    """Refuse messages that are no list of objects, media that the engine would have to fetch, and tensors."""
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list that is not empty", param="messages")
     for number, message in enumerate(messages):
@@ -192,6 +202,8 @@ def check_messages(messages: Any) -> None:
             raise BadRequestError(f"messages[{number}] must be an object with a role", param="messages")
         parts = message.get("content")
         for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and not _TENSORS.isdisjoint(part):
+                raise BadRequestError(f"messages[{number}]: {_TENSORS_REFUSED}", param="messages")
             if isinstance(part, dict) and _remote(part):
                 raise BadRequestError(
                     f"messages[{number}]: media at an address are not fetched; send them as a data: URL",

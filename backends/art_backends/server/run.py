@@ -92,7 +92,7 @@ async def serve(
     held = held_by(config.folder)
     if held is not None:  # said before a taken port, which is likely to be that server's
         raise held.refusal(config.folder.expanduser().absolute())
-    listener = _bind(host, port, allow_remote=allow_remote)
+    listener = _bind(host, port, allow_remote=allow_remote, write_seconds=config.limits.write_seconds)
     stopping = stop or asyncio.Event()
     with (
         contextlib.closing(listener),
@@ -312,7 +312,7 @@ def _worker(config: TrainConfig, folder: RunFolder) -> Supervisor:
     return Supervisor(command, log_file=folder.path / "logs" / "worker.log", name="worker")
 
 
-def _bind(host: str, port: int, *, allow_remote: bool) -> socket.socket:
+def _bind(host: str, port: int, *, allow_remote: bool, write_seconds: float) -> socket.socket:
     if not allow_remote and not is_loopback(host):
         raise ConfigError(
             f"host: {host} can be reached by other machines; add --allow-remote if that is meant "
@@ -327,6 +327,9 @@ def _bind(host: str, port: int, *, allow_remote: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # a client that was given up may never take what lies in its connection's buffers
+            milliseconds = max(1, min(2**31 - 1, int(write_seconds * 1000)))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind(address)
         listener.listen(2048)
         listener.setblocking(False)

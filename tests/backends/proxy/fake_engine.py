@@ -171,13 +171,18 @@ def chunks(text: str, body: dict[str, Any], finish: str | None = "stop") -> list
 
 
 def sse(
-    events: list[bytes], *, cut: bool = False, raw: list[bytes] | None = None, hold_after: int | None = None
+    events: list[bytes],
+    *,
+    cut: bool = False,
+    raw: list[bytes] | None = None,
+    hold_after: int | None = None,
+    headers: str = "",
 ) -> Behaviour:
     """A stream of these events (or of ``raw`` writes). ``hold_after``: wait for release after so many."""
 
     async def behave(engine: FakeEngine, body: dict[str, Any], reader: Any, writer: asyncio.StreamWriter) -> None:
-        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-        writer.write(head.encode())
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n{headers}"
+        writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
         for number, part in enumerate(raw or [b"data: " + event + b"\n\n" for event in events]):
             if number == hold_after:
                 engine.reached.set()
@@ -336,18 +341,23 @@ class World:
         return client
 
     async def raw(
-        self, body: Any, token: str = "train", headers: str = ""
+        self, body: Any, token: str = "train", headers: str = "", path: str = "/v1/chat/completions"
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A request by hand, for clients that misbehave."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        self.sockets.append(writer)
+        reader, writer = await self.connect()
         writer.write(
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n{headers}"
+            f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n{headers}"
             f"content-length: {len(content)}\r\n\r\n".encode()
             + content
         )
         await writer.drain()
+        return reader, writer
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of a client that writes its requests by hand."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.sockets.append(writer)
         return reader, writer
 
     async def idle(self) -> None:

@@ -1,6 +1,7 @@
 """Models that are not the policy's: to their provider and back as they are, heard for the record, nowhere else."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from tests.backends.proxy.fake_engine import (
     sse,
     status,
 )
+from tests.backends.proxy.speakers import SPEAKERS, gives
 
 KEYS = {"OPENAI_KEY": "sk-of-the-server", "CLAUDE_KEY": "sk-ant-of-the-server"}
 LOOKED_UP: Any = {"type": "tool_use", "id": "t1", "name": "look_up", "input": {"city": "Rome"}}
@@ -286,6 +288,27 @@ async def test_a_provider_that_breaks_off_or_is_away() -> None:
         with pytest.raises((httpx2.RemoteProtocolError, openai.APIConnectionError)):
             await collect(await say(w.sdk(), model="gpt-4o", stream=True))
         assert [call.status for call in w.store.all] == [CallStatus.ERROR] * 2
+
+
+async def test_a_provider_that_hangs_or_stalls_is_given_up() -> None:
+    async with provided(Limits(first_byte_seconds=0.1, idle_seconds=0.1)) as (w, upstream):
+        upstream.script.append(hang)
+        reply = await w.http.post("/v1/chat/completions", json={"model": "gpt-4o", "messages": USER})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "provider_error")
+        begun = chunk([{"index": 0, "delta": {"content": "H"}, "finish_reason": None}])
+        upstream.script.append(sse([begun, b"[DONE]"], hold_after=1))
+        with pytest.raises((httpx2.RemoteProtocolError, openai.APIConnectionError)):
+            await collect(await say(w.sdk(), model="gpt-4o", stream=True))
+        assert [(call.status, call.excluded) for call in w.store.all] == [(CallStatus.ERROR, "error")] * 2
+        assert w.proxy.in_flight == 0
+
+
+async def test_a_compressed_answer_reaches_the_app_and_the_record() -> None:
+    async with provided() as (w, upstream):
+        upstream.script.append(gives(gzip.compress(SPEAKERS[0].reply("Hi")), content_encoding="gzip"))
+        assert (await say(w.sdk(), model="gpt-4o")).choices[0].message.content == "Hi"
+        assert upstream.asked[0].headers["accept-encoding"] == "identity"
+        assert w.store.only.choices[0].message["content"] == "Hi"
 
 
 async def test_a_client_that_leaves_ends_the_provider_s_work() -> None:

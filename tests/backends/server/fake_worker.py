@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import uvicorn
 from art_backends.training import versions
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 BASE = "base-model"
@@ -73,7 +74,7 @@ class Fake:
         self.calls += 1
         exact = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         prompt = exact or render(body["messages"])
-        if body["messages"][-1].get("content") == "hold":
+        if body["messages"][-1].get("content") == "hold" and not body.get("stream"):
             await self.hold("call")
         text = f"{model} says {body['messages'][-1].get('content')}"
         tokens = [*text.encode()[: body.get("max_tokens") or 10_000], 0]
@@ -96,7 +97,25 @@ class Fake:
             "prompt_token_ids": prompt,
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": 0},
         }
+        if body.get("stream"):
+            return StreamingResponse(self.stream(reply, body), media_type="text/event-stream")
         return Response(json.dumps(reply), media_type="application/json")
+
+    async def stream(self, reply: dict[str, Any], body: dict[str, Any]) -> AsyncIterator[str]:
+        """The reply in two chunks; "hold" waits between them."""
+        (choice,) = reply.pop("choices")
+        text, ids, told = choice["message"]["content"], choice["token_ids"], choice["logprobs"]["content"]
+        for last in (False, True):
+            more = {"content": text[1:]} if last else {"content": text[:1], "role": "assistant"}
+            here = slice(1, None) if last else slice(0, 1)
+            one = {"index": 0, "delta": more, "token_ids": ids[here], "logprobs": {"content": told[here]}}
+            part = {**reply, "choices": [{**one, "finish_reason": "stop" if last else None}]}
+            if not last:
+                part.pop("usage")
+            yield f"data: {json.dumps(part)}\n\n"
+            if not last and body["messages"][-1].get("content") == "hold":
+                await self.hold("call")
+        yield "data: [DONE]\n\n"
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()

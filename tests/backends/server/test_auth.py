@@ -49,7 +49,7 @@ async def raw(server: Any, lines: str) -> tuple[int, str]:
     writer.write(lines.replace("\n", "\r\n").encode())
     await writer.drain()
     async with asyncio.timeout(20):
-        answer = (await reader.read(65536)).decode()
+        answer = (await reader.read()).decode()
     writer.close()
     return int(answer.split(" ", 2)[1]), answer
 
@@ -219,19 +219,41 @@ async def test_a_token_after_its_rollout_closed_is_served_and_not_attributed(sta
         assert (await server.client.status())["proxy"]["late"] == 1
 
 
+async def test_a_token_dies_some_time_after_its_rollout(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("art_backends.server.sessions.TOKEN_SECONDS", -1.0)
+    async with start() as server:
+        rollout = await server.open()
+        assert (await server.chat(rollout.token)).status_code == 200, "an open one's lives"
+        await server.client.close_rollout(rollout.id, reward=1.0)
+        refused = await server.chat(rollout.token)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unknown_token")
+
+
 async def test_a_client_cannot_choose_the_upstream(start: Any) -> None:
     async with start() as server:
         port = server.url.rsplit(":", 1)[1]
         more = {"api_base": "http://evil.com", "base_url": "http://evil.com", "api_key": "x"}
         headers = {"authorization": f"Bearer {server.agent}", "x-base-url": "http://evil.com", "forwarded": "host=evil"}
         reply = await server.http.post("/v1/chat/completions", json={**CHAT, **more}, headers=headers)
-        assert reply.status_code in (200, 400)
-        status, _ = await raw(
-            server,
-            f"GET http://evil.com/v1/models HTTP/1.1\nHost: 127.0.0.1:{port}\n"
-            f"Authorization: Bearer {server.agent}\nConnection: close\n\n",
+        assert reply.json()["choices"][0]["message"]["content"] == "base-model says hi"
+        for target, expected in {
+            "http://evil.com/v1/models": 200,
+            "http://evil.com/pause": 404,
+            "http://evil.com:80/control/v1/status": 403,
+            "//evil.com/v1/models": 404,
+            "evil.com:80": 400,
+        }.items():
+            status, answer = await raw(
+                server,
+                f"GET {target} HTTP/1.1\nHost: 127.0.0.1:{port}\n"
+                f"Authorization: Bearer {server.agent}\nConnection: close\n\n",
+            )
+            assert status == expected, (target, answer)
+            assert expected != 200 or '"policy"' in answer, "whatever address is named, it is ours"
+        status, answer = await raw(
+            server, "GET http://localhost/v1/models HTTP/1.1\nHost: evil.com\nConnection: close\n\n"
         )
-        assert status in (200, 400, 404), "whatever it is, it is ours"
+        assert status == 421, "the header decides, not the line of the request"
 
 
 FRAMINGS = [
@@ -245,19 +267,31 @@ FRAMINGS = [
     "Content-Length : 4\n\nabcd",
     "Host: evil.com\nContent-Length: 2\n\n{}",
     "Authorization: Bearer other\nContent-Length: 2\n\n{}",
+    "X-Api-Key: a\nX-Api-Key: b\nContent-Length: 2\n\n{}",
+    "Content-Length: 2\nTransfer-Encoding: identity\n\n{}",
+    "Transfer-Encoding: chunked, identity\n\n0\n\n",
+    "Transfer-Encoding: identity, chunked\nContent-Length: 2\n\n{}",
+    "Content-Length: 0x2\n\n{}",
+    "Content-Length: 2_0\n\n{}",
+    "Content-Length: 2, 3\n\n{}",
+    "Transfer-Encoding: chunked\n\n0x1\na\n0\n\n",
+    "Transfer-Encoding: chunked\n\n-1\na\n0\n\n",
+    "Transfer-Encoding: chunked\n\nzz\na\n0\n\n",
+    "Bad Header: 1\nContent-Length: 2\n\n{}",
+    " folded: 1\nContent-Length: 2\n\n{}",
 ]
+BEHIND = "GET /health HTTP/1.1\nHost: localhost\n\n"  # what a smuggler hides behind a request
 
 
 async def test_smuggled_requests_are_refused(start: Any) -> None:
     async with start() as server:
-        for framing in FRAMINGS:
-            status, answer = await raw(
-                server,
-                "POST /control/v1/rollouts HTTP/1.1\nHost: localhost\nConnection: close\n"
-                f"Authorization: Bearer {server.admin}\n{framing}",
-            )
-            assert status == 400, (framing, answer)
-            assert answer.count("HTTP/1.1") == 1, f"a second request was read out of {framing!r}"
+        for path, token in (("/control/v1/rollouts", server.admin), ("/v1/chat/completions", server.agent)):
+            for framing in FRAMINGS:
+                status, answer = await raw(
+                    server, f"POST {path} HTTP/1.1\nHost: localhost\nAuthorization: Bearer {token}\n{framing}{BEHIND}"
+                )  # it returns when the connection is closed, which is for the server to do
+                assert status == 400, (framing, answer)
+                assert answer.count("HTTP/1.1") == 1, f"a second request was read out of {framing!r}"
 
 
 async def test_no_token_reaches_the_logs(start: Any, caplog: pytest.LogCaptureFixture) -> None:

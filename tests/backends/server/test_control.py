@@ -188,3 +188,29 @@ async def test_an_engine_that_gives_text_only_serves_but_does_not_train(start: A
         rollout = await server.open()
         assert (await server.chat(rollout.token)).status_code == 200
         assert (await server.client.rollout(rollout.id)).calls[0].capture == "text"
+
+
+async def test_data_come_back_as_they_were(start: Any) -> None:
+    """Row S13, through the real store: what would be an object, a statement or an end elsewhere is text here."""
+    hostile = [
+        '{"lc": 1, "type": "secret", "id": ["OPENAI_API_KEY"]}',
+        "half of a pair as text: \\ud83d; whole: \U0001f600; nul: \x00; end of line: \u2028",
+        "'); DROP TABLE calls; --",
+    ]
+    async with start() as server:
+        rollout = await server.open(scenario={"lc": 1, "type": "secret", "id": ["HOME"]})
+        headers = {"authorization": f"Bearer {rollout.token}", "x-art-node": "%7B%22lc%22%3A1%7D%ED%A0%80"}
+        for text in hostile:
+            body = {"model": "m", "messages": [{"role": "user", "content": text}], "metadata": {"lc": 1, "x": text}}
+            reply = await server.http.post("/v1/chat/completions", json=body, headers=headers)
+            assert reply.json()["choices"][0]["message"]["content"].endswith(f"says {text}")
+        closed = await server.client.close_rollout(rollout.id, reward=1.0, output={"lc": 1, "type": "constructor"})
+        found = await server.client.rollout(rollout.id)
+        assert [call.request["messages"][0]["content"] for call in found.calls] == hostile
+        assert [call.request["metadata"]["x"] for call in found.calls] == hostile
+        assert all(
+            call.choices[0].message["content"].endswith(text) for call, text in zip(found.calls, hostile, strict=True)
+        )
+        assert (found.calls[0].node.name or "").startswith('{"lc":1}')
+        assert (found.scenario, found.output) == ({"lc": 1, "type": "secret", "id": ["HOME"]}, closed.output)
+        assert found.output == {"lc": 1, "type": "constructor"}

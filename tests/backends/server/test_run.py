@@ -85,6 +85,34 @@ async def test_answers_are_not_held_back_by_nagle(start: Any, monkeypatch: Any) 
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
+async def test_a_client_that_was_given_up_does_not_keep_its_connection(start: Any) -> None:
+    """It never reads, so that what lies in the buffers cannot be sent: the system ends the connection."""
+    async with start({"limits": {"write_seconds": 0.3}}) as server:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x" * 6_000_000}]}
+        content = json.dumps(body).encode()
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        _, writer = await asyncio.open_connection(sock=small)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {server.agent}\r\n"
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        mine = writer.get_extra_info("sockname")[1]
+        async with asyncio.timeout(30):
+            while not theirs(server, mine):  # the request has arrived
+                await server.http.get("/health")
+            while theirs(server, mine):
+                await server.http.get("/health")
+        writer.transport.abort()
+
+
+def theirs(server: Any, port: int) -> bool:
+    """Whether the server's side of the connection from this port is still there."""
+    here = f":{int(server.url.rsplit(':', 1)[1]):04X}"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[1].endswith(here) and row[2].endswith(f":{port:04X}") for row in rows)
+
+
 async def test_settings_that_do_not_fit_the_folder(start: Any) -> None:
     async with start():
         pass

@@ -3,7 +3,8 @@
 A stream has one block after the other. Text and thinking flow; the input of a call is told when it is complete,
 because an engine may write several calls at once and because input is an object: what a model wrote that is none goes
 to the app as ``{"INVALID_JSON": what it wrote}``, the form that Anthropic's own documentation uses. The stop reason and
-the counts stand in the last ``message_delta``. After an error there is neither.
+the counts stand in the last ``message_delta``. After an error there is neither, and an answer that the engine did not
+end is an error.
 
 It refuses to make up signatures of thinking: they are empty.
 """
@@ -16,8 +17,8 @@ from typing import Any
 
 import orjson
 
-from art_backends.proxy import sse
-from art_backends.proxy.outcome import add_tool_call
+from art_backends.proxy import sse, wire
+from art_backends.proxy.outcome import UNFINISHED, add_tool_call
 
 STOPS = {
     "stop": "end_turn",
@@ -26,6 +27,7 @@ STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
+_GIVEN_UP = "the engine did not end its answer"
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -79,6 +81,8 @@ class Reply:
             content.append({"type": "text", "text": text})
         content += [_tool_use(call) for call in message.get("tool_calls") or ()]
         self._finish, self._stop = choice.get("finish_reason"), choice.get("stop_reason")
+        if self._finish in UNFINISHED:
+            raise ValueError(_GIVEN_UP)
         self._usage = data.get("usage") or {}
         self._refused, self._called_any = bool(message.get("refusal")), bool(message.get("tool_calls"))
         return orjson.dumps(self._message(content) | self._end() | {"usage": self._counts()})
@@ -117,6 +121,8 @@ class Reply:
         """The stop reason, the counts, and the message's end."""
         if self._broken:
             return b""
+        if self._finish in UNFINISHED:
+            return self.broken(wire.envelope(502, _GIVEN_UP), b"")
         self._close()
         self._event("message_delta", delta=self._end(), usage=self._counts())
         self._event("message_stop")
