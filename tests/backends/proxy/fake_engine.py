@@ -246,8 +246,13 @@ class MemoryStore:
         self.finishing = asyncio.Event()
         self.allow = asyncio.Event()
         self.allow.set()
+        self.beginning = asyncio.Event()
+        self.allow_begin = asyncio.Event()
+        self.allow_begin.set()
 
     async def begin_call(self, call: Call) -> None:
+        self.beginning.set()
+        await self.allow_begin.wait()
         self._write("begin", call)
 
     async def finish_call(self, call: Call) -> None:

@@ -54,6 +54,22 @@ async def test_r14_the_engine_stops_when_the_client_goes(w: World, speaker: Spea
 
 
 @every()
+async def test_r14_who_leaves_while_the_call_is_written_down_has_a_call_that_ended(w: World, speaker: Speaker) -> None:
+    w.store.allow_begin.clear()
+    _, writer = await speaker.send(w)
+    await asyncio.wait_for(w.store.beginning.wait(), WAIT)
+    writer.transport.abort()
+    (work,) = [task for task in asyncio.all_tasks() if "_work" in repr(task.get_coro())]
+    async with asyncio.timeout(WAIT):
+        while not work.cancelling():  # noqa: ASYNC110 - the proxy has no event for what it noticed
+            await asyncio.sleep(0)
+    w.store.allow_begin.set()
+    await w.idle()
+    assert (w.store.only.status, w.store.only.excluded) == (CallStatus.CANCELLED, "cancelled")
+    assert not w.engine.chats
+
+
+@every()
 async def test_r14_who_leaves_the_queue_is_never_asked_of_the_engine(speaker: Speaker) -> None:
     async with faked(Limits(concurrency=1)) as w:
         w.engine.script.append(hang)

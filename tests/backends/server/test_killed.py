@@ -54,7 +54,7 @@ async def test_r1_turns_of_an_agent_that_is_killed_are_kept_and_do_not_train(sta
             agent.kill()
             answered += (await agent.stdout.read()).decode().splitlines(keepends=True)
             await agent.wait()
-            while (await server.client.status())["proxy"]["in_flight"]:
+            while (status := await server.client.status())["proxy"]["in_flight"] or status["rollouts"]["unfinished"]:
                 pass
         acknowledged = {line.strip() for line in answered if line.endswith("\n")}
         assert len(acknowledged) >= 2 * HUNDRED
