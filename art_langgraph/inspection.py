@@ -192,7 +192,10 @@ class _Walk:
             if _is_graph(value):
                 self._graph(value, node, above)
             elif type(value).__name__ == "_TaskFunction":  # a @task: a node within the one that calls it
-                self._node(str(getattr(value, "__name__", "?")), value.func, node, above)
+                name = str(getattr(value, "__name__", "?"))
+                if self._first(value):
+                    self._cache(caches.of_task(value, name, [self._once[key] for key in above if key in self._once]))
+                self._node(name, value.func, node, above)
             elif not self._note(value, node):
                 waiting.extend(reversed(list(within(value))))
 

@@ -275,7 +275,10 @@ def _from_langgraph_json(path: Path, name: str) -> LoadedGraph:
     if name not in entries:
         raise GraphError(f"{path} has these graphs: {', '.join(entries)}. Name one: {path}:NAME.")
     folder = path.resolve().parent
-    for dependency in project.get("dependencies", ()):
+    dependencies = project.get("dependencies") or ()
+    if not isinstance(dependencies, (list, tuple)):
+        raise GraphError(f"{path}: dependencies must be a list, not {_kind(dependencies)}.")
+    for dependency in dependencies:
         if str(dependency).startswith(".") and str(folder / dependency) not in sys.path:
             sys.path.insert(0, str((folder / dependency).resolve()))
     for key, value in _environment(folder, project.get("env")).items():
@@ -297,5 +300,12 @@ def _environment(folder: Path, env: Any) -> dict[str, str]:
     for line in (folder / env).read_text(encoding="utf-8").splitlines():
         key, separator, value = line.strip().removeprefix("export ").partition("=")
         if separator and not key.startswith("#"):
-            found[key.strip()] = value.strip().strip("'\"")
+            found[key.strip()] = _unquoted(value.strip())
     return found
+
+
+def _unquoted(value: str) -> str:
+    """A value of an env file, without quotes or the comment behind it."""
+    if value[:1] in ("'", '"') and (end := value.find(value[0], 1)) > 0:
+        return value[1:end]
+    return "" if value.startswith("#") else value.partition(" #")[0].rstrip()

@@ -1,5 +1,6 @@
 """What a graph is made of, found without running it: nothing here may call a model."""
 
+import asyncio
 import functools
 import sys
 import types
@@ -29,6 +30,7 @@ from langgraph.pregel.remote import RemoteGraph
 from langgraph.types import CachePolicy
 from pydantic import BaseModel
 
+from art_langgraph.graphs import run_graph
 from art_langgraph.inspection import inspect_graph, inspection_lines, warnings_of
 
 PROMPT = [SystemMessage("x" * 400)]
@@ -245,6 +247,25 @@ def test_caches_are_told():
     assert "ChatOpenAI in team/ask has a cache of its own (InMemoryCache)" in model
     assert node in inspection_lines(found)
     assert inspect_graph(graph_of(team=inner.compile())).caches == [model]
+
+
+def test_caches_of_tasks_are_told_and_off():
+    made = []
+
+    @task(cache_policy=CachePolicy())
+    def look(value):
+        made.append(value)
+        return value
+
+    def work(value):
+        return look(value["n"]).result()
+
+    graph = entrypoint(cache=GraphCache())(work)
+    assert warnings_of(inspect_graph(graph)) == ["the cache of the task look (InMemoryCache) is off while rollouts run"]
+    assert warnings_of(inspect_graph(entrypoint()(work))) == []
+    for _ in range(2):
+        asyncio.run(run_graph(graph, {"n": 1}))
+    assert made == [1, 1]
 
 
 def test_a_model_that_several_nodes_hold_is_found_in_each():

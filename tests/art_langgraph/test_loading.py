@@ -1,5 +1,6 @@
 """Finding the user's graph, and clear words where there is none."""
 
+import os
 import sys
 import textwrap
 
@@ -203,6 +204,44 @@ async def test_langgraph_json(app, tmp_path, monkeypatch):
     with pytest.raises(GraphError, match="has these graphs: agent"):
         load_graph("langgraph.json:other")
     monkeypatch.delenv("ART_TEST_SETTING")
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("ART_TEST_SETTING=on # the key", "on"),
+        ("ART_TEST_SETTING='on # it' # the key", "on # it"),
+        ('export ART_TEST_SETTING = "on=1"', "on=1"),
+        ("ART_TEST_SETTING=a#b", "a#b"),
+        ("ART_TEST_SETTING= # nothing", ""),
+        ("ART_TEST_SETTING='half", "'half"),
+    ],
+)
+def test_an_env_file_of_langgraph_json(app, tmp_path, monkeypatch, line, value):
+    monkeypatch.setattr(os, "environ", {})
+    app()
+    (tmp_path / ".env").write_text(line + "\n")
+    (tmp_path / "langgraph.json").write_text(
+        '{"dependencies": null, "env": ".env", "graphs": {"a": "./an_app.py:graph"}}'
+    )
+    load_graph("langgraph.json")
+    assert os.environ == {"ART_TEST_SETTING": value}
+
+
+@pytest.mark.parametrize(
+    ("project", "words"),
+    [
+        ("[]", "names no graphs"),
+        ('{"graphs": {"a": 5}}', "the graph a is '5', not FILE:NAME"),
+        ('{"graphs": {"a": "./an_app.py:graph"}, "dependencies": 5}', "dependencies must be a list, not int 5"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_langgraph_json_that_is_broken(app, tmp_path, project, words):
+    app()
+    (tmp_path / "langgraph.json").write_text(project)
+    with pytest.raises(GraphError, match=words):
+        load_graph("langgraph.json")
 
 
 def test_a_factory_must_be_opened_first(app):
