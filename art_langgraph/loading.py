@@ -98,9 +98,8 @@ class LoadedGraph:
         graph = _as_graph(made)
         if graph is None:
             await stack.aclose()
-            raise GraphError(
-                f"The factory {self.name} returned {_kind(made)}, which is not a graph (no ainvoke method)."
-            )
+            what = f"returned {_kind(made)}, which is not a graph (no ainvoke method)."
+            raise GraphError(f"The factory {self.name} {what}{_hint(made)}")
         self._exit = stack
         return graph
 
@@ -113,7 +112,8 @@ def load_graph(spec: Any) -> LoadedGraph:
     """
     if isinstance(spec, (str, os.PathLike)):
         return _load_text(os.fspath(spec))
-    loaded = LoadedGraph(getattr(spec, "name", None) or type(spec).__name__, spec)
+    name = getattr(spec, "name", None) or getattr(spec, "__name__", None) or type(spec).__name__
+    loaded = LoadedGraph(str(name), spec)
     _check(loaded.name, spec, None)
     return loaded
 
@@ -144,6 +144,8 @@ def _check(name: str, value: Any, module: ModuleType | None) -> None:
     """GraphError if the value is neither a graph nor a factory of one."""
     if _as_graph(value) is not None or (callable(value) and not hasattr(value, "invoke")):
         return
+    if hint := _hint(value):
+        raise GraphError(f"{name} is {_kind(value)}, not a graph.{hint}")
     elsewhere = "" if module is None else f" {module.__name__} has {_listed(graphs_of(module))}."
     raise GraphError(f"{name} is {_kind(value)}, not a graph, nor a function that makes one.{elsewhere}")
 
@@ -169,6 +171,16 @@ def _kind(value: Any) -> str:
         return f"the class {value.__name__}"
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def _hint(value: Any) -> str:
+    """What to do about a value that is nearly right."""
+    if inspect.iscoroutine(value):
+        return " Give the function itself, not what it returns when it is called."
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        kind = "asynccontextmanager" if inspect.isasyncgen(value) else "contextmanager"
+        return f" A function that yields its graph needs @contextlib.{kind}."
+    return ""
 
 
 def _as_graph(value: Any) -> Any | None:

@@ -105,6 +105,12 @@ FACTORIES = """
     def needs(a, b):
         return graph
 
+    def yields():
+        yield graph
+
+    async def ayields():
+        yield graph
+
     uncompiled = build()
     number = 42
     from langchain_core.language_models.fake_chat_models import FakeListChatModel
@@ -129,6 +135,8 @@ async def test_factories(app, name):
         ("leaves", "SystemExit: no key"),
         ("never_opened", "RuntimeError: no pool"),
         ("needs", "needs 2 arguments (a, b)"),
+        ("yields", "A function that yields its graph needs @contextlib.contextmanager."),
+        ("ayields", "A function that yields its graph needs @contextlib.asynccontextmanager."),
     ],
 )
 async def test_factories_that_make_no_graph(app, name, words):
@@ -164,6 +172,15 @@ def test_what_is_no_graph_is_named(app, spec, words):
 def test_an_object_that_is_no_graph():
     with pytest.raises(GraphError, match="dict"):
         load_graph({"a": 1})
+
+    async def make():
+        return None
+
+    made = make()
+    with pytest.raises(GraphError, match="Give the function itself, not what it returns when it is called"):
+        load_graph(made)
+    made.close()
+    assert load_graph(make).name == "make"
 
 
 @pytest.mark.parametrize("spec", ["an_app:graph", "an_app.py:graph"])
