@@ -8,7 +8,7 @@ cannot be switched off from outside: it is named, and its answers are counted (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,14 @@ def of_graph(graph: Any, path: str) -> str | None:
         return None
     where = f"of {path} " if path else ""
     return f"the node cache {where}({type(graph.cache).__name__}, on {', '.join(cached)}) is off while rollouts run"
+
+
+def of_task(task: Any, name: str, graphs: Iterable[Any]) -> str | None:
+    """What to tell the user of a task's cache, if it asks for one and a graph around it has one."""
+    found = [graph.cache for graph in graphs if getattr(graph, "cache", None) is not None]
+    if not found or not getattr(task, "cache_policy", None):
+        return None
+    return f"the cache of the task {name} ({type(found[0]).__name__}) is off while rollouts run"
 
 
 def of_model(model: Any, node: str) -> str | None:

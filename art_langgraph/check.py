@@ -17,6 +17,7 @@ from art_backends.capture.scope import outside_requests, rollout_scope
 from art_backends.client import Client
 from art_backends.config import TrainConfig
 from art_backends.display import Display
+from art_backends.errors import ScenarioError
 from art_backends.exclusion import exclusion
 from art_backends.failures import brief
 from art_backends.scenarios import Scenario
@@ -80,6 +81,9 @@ async def _run(
         except asyncio.CancelledError:
             await client.close_rollout(opened.id, fault="interrupted")
             raise
+        except ScenarioError as error:  # the user's to mend, and none of the agent's
+            await client.close_rollout(opened.id, fault=f"setup: {error}")
+            raise
         except Exception as error:  # boundary: what the agent raises is part of the result  # noqa: BLE001
             ended = brief(error)
     await client.close_rollout(opened.id, fault="check")
@@ -120,8 +124,8 @@ def _call(call: Call, indent: str, numbers: Mapping[str, int], nodes: list[str])
         verdict = "trains" if reason is None else f"does not train: {reason}"
         yield f"{indent}   → {_said(choice.message)}"
         yield f"{indent}     {len(choice.token_ids)} tokens sampled, {choice.finish_reason}; {verdict}"
-    if call.error:
-        yield f"{indent}   → {call.status}: {call.error}"
+    if call.error or not call.choices:
+        yield f"{indent}   → {call.status}: {call.error or 'no whole answer; does not train'}"
 
 
 def trained_tokens(calls: Iterable[Call], nodes: list[str]) -> int:

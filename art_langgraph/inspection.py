@@ -31,7 +31,7 @@ from langgraph.pregel.protocol import PregelProtocol
 
 from art_langgraph import caches
 from art_langgraph.providers import is_delegated, model_name
-from art_langgraph.reach import PLAIN, imports_late, is_library, names_model, within
+from art_langgraph.reach import PLAIN, imports_late, imports_models_late, is_library, names_model, within
 
 _MOST = 200_000  # objects looked at; one that several nodes hold counts for each
 _AROUND = 4 * 5  # characters: what a template puts around a message, as ChatML does
@@ -73,7 +73,8 @@ class Inspection:
     prompt_tokens: int = 0  # the sum of
     message_tokens: int = 0
     tool_tokens: int = 0  # descriptions of tools
-    late: bool = False  # a function makes graphs, chooses a model or imports something only when it runs
+    late: bool = False  # a function makes graphs, or imports what may hold some, only when it runs
+    chosen_late: bool = False  # a function chooses a model only when it runs
     complete: bool = True  # False: there was too much to look at
 
     @property
@@ -83,8 +84,13 @@ class Inspection:
 
     @property
     def sure(self) -> bool:
-        """Whether the graph can have no other nodes and models than those found, as far as anybody can tell."""
+        """Whether the graph can have no other nodes than those found, as far as anybody can tell."""
         return self.complete and not self.late and bool(self.nodes)
+
+    @property
+    def sure_of_models(self) -> bool:
+        """Whether it can call no other models than those found, as far as anybody can tell."""
+        return self.sure and not self.chosen_late and all(model.name != "?" for model in self.models)
 
 
 def inspect_graph(graph: Any, models: Iterable[str] = (), nodes: Iterable[str] = ()) -> Inspection:
@@ -131,7 +137,10 @@ class _Walk:
         self._messages = self._tools = self._steps = 0
 
     def over(self, graph: Any) -> Inspection:
-        self._graph(graph, Node(), frozenset())
+        if _is_graph(graph):
+            self._graph(graph, Node(), frozenset())
+        else:  # a chain around one, or an object of the app's that runs one
+            self._look(graph, Node(), frozenset())
         found = self._found
         found.message_tokens, found.tool_tokens = round(self._messages / 4), round(self._tools / 4)
         found.prompt_tokens = found.message_tokens + found.tool_tokens
@@ -148,18 +157,28 @@ class _Walk:
         if agent is not None and agent not in self._found.agents:
             self._found.agents.append(agent)
         here = Node(checkpoint_ns=outer.checkpoint_ns, agent=agent)
+        routers = _routers(graph)
         for name, node in _nodes(graph).items():
+            routes = list(routers.get(name, ()))
             if not name.startswith("__"):
-                self._node(name, getattr(node, "bound", node), here, above | {id(graph)})
+                self._node(name, [getattr(node, "bound", node), routes], here, above | {id(graph)})
+            else:  # a function that decides where the graph begins runs as the node __start__
+                inner = _inner(here, name)
+                self._look(routes, inner, above | {id(graph)})
+                if any(model.node == "/".join(inner.path) for model in self._found.models):
+                    self._name(inner)
 
     def _node(self, name: str, start: Any, outer: Node, above: frozenset[int]) -> None:
-        node = Node(checkpoint_ns="|".join([*outer.path, name]), agent=outer.agent)
+        node = _inner(outer, name)
+        self._name(node)
+        self._look(start, node, above)
+
+    def _name(self, node: Node) -> None:
         path = "/".join(node.path)
         if path not in self._found.nodes:
             self._found.nodes.append(path)
             if node.within(self._nodes):
                 self._found.trained.append(path)
-        self._look(start, node, above)
 
     def _look(self, start: Any, node: Node, above: frozenset[int]) -> None:
         """Everything that can be reached from ``start``, as belonging to a node."""
@@ -173,23 +192,29 @@ class _Walk:
             if _is_graph(value):
                 self._graph(value, node, above)
             elif type(value).__name__ == "_TaskFunction":  # a @task: a node within the one that calls it
-                self._node(str(getattr(value, "__name__", "?")), value.func, node, above)
+                name = str(getattr(value, "__name__", "?"))
+                if self._first(value):
+                    self._cache(caches.of_task(value, name, [self._once[key] for key in above if key in self._once]))
+                self._node(name, value.func, node, above)
             elif not self._note(value, node):
                 waiting.extend(reversed(list(within(value))))
 
     def _note(self, value: Any, node: Node) -> bool:
         """Write down what a value is; True if there is nothing to follow in it."""
         cls = value if isinstance(value, type) else type(value)
-        self._found.late = self._found.late or _decides_late(value)
-        if _routed_client(cls) is not None:
+        self._found.late = self._found.late or _makes_graphs(value)
+        self._found.chosen_late = self._found.chosen_late or _chooses_model(value)
+        if isinstance(value, PregelProtocol):
+            self._elsewhere(value, node)
+        elif _routed_client(cls) is not None:
             self._client(cls, node, made=cls is not value)
         elif isinstance(value, type):
-            if issubclass(value, BaseChatModel):
+            if issubclass(value, BaseLanguageModel):
                 self._add(value, "?", node, made=False)
         elif isinstance(value, BaseLanguageModel):
             if self._first(value):
-                self._cache(caches.of_model(value, "/".join(node.path)))
-            self._add(cls, model_name(value) if isinstance(value, BaseChatModel) else "?", node, made=True)
+                self._cache(caches.of_model(value, "/".join(node.path) or "-"))
+            self._add(cls, model_name(value), node, made=True)
         elif cls.__name__ == "_ConfigurableModel":
             self._factory(str(getattr(value, "_default_config", {}).get("model") or "?"), node)
         elif isinstance(value, types.FunctionType) and value.__name__ == "init_chat_model":
@@ -235,6 +260,11 @@ class _Walk:
             )
             self._tell(kind, "?", node, "provider", late + what)
 
+    def _elsewhere(self, graph: Any, node: Node) -> None:
+        what = getattr(graph, "name", None) or "it"
+        why = f"the nodes of {what} run in another process: load that graph here instead"
+        self._tell(type(graph).__name__, "?", node, "provider", why)
+
     def _factory(self, name: str, node: Node) -> None:
         why = "made when the node runs; any of LangChain's providers is captured"
         self._tell("init_chat_model", name, node, "unknown", why)
@@ -250,16 +280,21 @@ class _Walk:
         self._found.models.append(FoundModel(kind, name, path, route, why, other, node.within(self._nodes)))
 
 
-def _decides_late(value: Any) -> bool:
-    """Whether a value makes graphs or chooses a model when it is called: what then comes, cannot be looked at."""
+def _makes_graphs(value: Any) -> bool:
+    """Whether a value makes graphs when it is called: their nodes cannot be looked at."""
     if isinstance(value, type):
         return issubclass(value, (StateGraph, PregelProtocol, entrypoint))
-    if isinstance(value, RunnableBindingBase):
-        return "model" in value.kwargs
     if not isinstance(value, types.FunctionType):
         return isinstance(value, DynamicRunnable)
-    maker = value.__name__.startswith("create_") and is_library(value.__module__)  # create_agent and its like
-    return maker or imports_late(value) or names_model(value)
+    # create_agent and its like
+    return imports_late(value) or (value.__name__.startswith("create_") and is_library(value.__module__))
+
+
+def _chooses_model(value: Any) -> bool:
+    """Whether a value chooses a model when it is called: its name cannot be known."""
+    if isinstance(value, RunnableBindingBase):
+        return "model" in value.kwargs
+    return isinstance(value, types.FunctionType) and (names_model(value) or imports_models_late(value))
 
 
 def _route(cls: type) -> tuple[str, str]:
@@ -270,6 +305,8 @@ def _route(cls: type) -> tuple[str, str]:
         return "policy", "its calls are handed to the policy in OpenAI's form"
     if cls.__module__.partition(".")[0] == "langchain_core":
         return "provider", "it is a stand-in that asks no model"
+    if not issubclass(cls, BaseChatModel):
+        return "provider", "it completes text; of other providers only chat models are captured: use one of these"
     return (
         "provider",
         f"{cls.__name__} is not known: if it calls no openai client, name it with art_langgraph.delegate(…)",
@@ -283,6 +320,18 @@ def _is_graph(value: Any) -> bool:
 def _nodes(graph: Any) -> Mapping[str, Any]:
     nodes = getattr(graph, "nodes", None)
     return nodes if isinstance(nodes, Mapping) else {}
+
+
+def _inner(outer: Node, name: str) -> Node:
+    return Node(checkpoint_ns="|".join([*outer.path, name]), agent=outer.agent)
+
+
+def _routers(graph: Any) -> Mapping[str, Iterable[Any]]:
+    """By node, the functions that choose what follows it; their calls are the node's."""
+    branches = getattr(getattr(graph, "builder", None), "branches", None)
+    if not isinstance(branches, Mapping):
+        return {}
+    return {name: [branch.path for branch in of_node.values()] for name, of_node in branches.items()}
 
 
 def _agent(graph: Any) -> str | None:

@@ -98,9 +98,8 @@ class LoadedGraph:
         graph = _as_graph(made)
         if graph is None:
             await stack.aclose()
-            raise GraphError(
-                f"The factory {self.name} returned {_kind(made)}, which is not a graph (no ainvoke method)."
-            )
+            what = f"returned {_kind(made)}, which is not a graph (no ainvoke method)."
+            raise GraphError(f"The factory {self.name} {what}{_hint(made)}")
         self._exit = stack
         return graph
 
@@ -113,7 +112,8 @@ def load_graph(spec: Any) -> LoadedGraph:
     """
     if isinstance(spec, (str, os.PathLike)):
         return _load_text(os.fspath(spec))
-    loaded = LoadedGraph(getattr(spec, "name", None) or type(spec).__name__, spec)
+    name = getattr(spec, "name", None) or getattr(spec, "__name__", None) or type(spec).__name__
+    loaded = LoadedGraph(str(name), spec)
     _check(loaded.name, spec, None)
     return loaded
 
@@ -144,6 +144,8 @@ def _check(name: str, value: Any, module: ModuleType | None) -> None:
     """GraphError if the value is neither a graph nor a factory of one."""
     if _as_graph(value) is not None or (callable(value) and not hasattr(value, "invoke")):
         return
+    if hint := _hint(value):
+        raise GraphError(f"{name} is {_kind(value)}, not a graph.{hint}")
     elsewhere = "" if module is None else f" {module.__name__} has {_listed(graphs_of(module))}."
     raise GraphError(f"{name} is {_kind(value)}, not a graph, nor a function that makes one.{elsewhere}")
 
@@ -169,6 +171,16 @@ def _kind(value: Any) -> str:
         return f"the class {value.__name__}"
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def _hint(value: Any) -> str:
+    """What to do about a value that is nearly right."""
+    if inspect.iscoroutine(value):
+        return " Give the function itself, not what it returns when it is called."
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        kind = "asynccontextmanager" if inspect.isasyncgen(value) else "contextmanager"
+        return f" A function that yields its graph needs @contextlib.{kind}."
+    return ""
 
 
 def _as_graph(value: Any) -> Any | None:
@@ -275,7 +287,10 @@ def _from_langgraph_json(path: Path, name: str) -> LoadedGraph:
     if name not in entries:
         raise GraphError(f"{path} has these graphs: {', '.join(entries)}. Name one: {path}:NAME.")
     folder = path.resolve().parent
-    for dependency in project.get("dependencies", ()):
+    dependencies = project.get("dependencies") or ()
+    if not isinstance(dependencies, (list, tuple)):
+        raise GraphError(f"{path}: dependencies must be a list, not {_kind(dependencies)}.")
+    for dependency in dependencies:
         if str(dependency).startswith(".") and str(folder / dependency) not in sys.path:
             sys.path.insert(0, str((folder / dependency).resolve()))
     for key, value in _environment(folder, project.get("env")).items():
@@ -297,5 +312,12 @@ def _environment(folder: Path, env: Any) -> dict[str, str]:
     for line in (folder / env).read_text(encoding="utf-8").splitlines():
         key, separator, value = line.strip().removeprefix("export ").partition("=")
         if separator and not key.startswith("#"):
-            found[key.strip()] = value.strip().strip("'\"")
+            found[key.strip()] = _unquoted(value.strip())
     return found
+
+
+def _unquoted(value: str) -> str:
+    """A value of an env file, without quotes or the comment behind it."""
+    if value[:1] in ("'", '"') and (end := value.find(value[0], 1)) > 0:
+        return value[1:end]
+    return "" if value.startswith("#") else value.partition(" #")[0].rstrip()

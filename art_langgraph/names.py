@@ -51,7 +51,7 @@ def _models(found: Inspection, names: list[str]) -> list[str]:
         return []
     named = [name for name in known if name != "?"]
     said = f"models: no model of the graph was found by the name {_wrong(wrong, named, named)}"
-    if found.sure and "?" not in known:
+    if found.sure_of_models:
         raise ConfigError(said)
     return [f"{said}; models that are made while the graph runs may have others"]
 

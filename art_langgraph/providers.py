@@ -19,7 +19,7 @@ from typing import Any
 
 from art_backends.capture.patches import PatchSet
 from art_backends.capture.scope import current_scope
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, BaseLanguageModel
 from langchain_core.messages import BaseMessage
 
 from art_langgraph.translation import UntranslatableError, options, plain_messages
@@ -84,10 +84,11 @@ def _is_named(cls: type) -> bool:
     """A class whose methods are replaced; what an app's own class makes of them, by inheriting, stays its own."""
     root = cls.__module__.partition(".")[0]
     speaks_openai = any(kind.__name__ == "BaseChatOpenAI" for kind in cls.__mro__)
-    return cls in _added or (root.startswith("langchain_") and root not in _OWN and not speaks_openai)
+    known = issubclass(cls, BaseChatModel) and root.startswith("langchain_") and root not in _OWN
+    return cls in _added or (known and not speaks_openai)
 
 
-def model_name(model: BaseChatModel) -> str:
+def model_name(model: BaseLanguageModel[Any]) -> str:
     """The name that the app gave its model; on Azure that of the deployment, which is what a request names."""
     told = getattr(model, "deployment_name", None) or getattr(model, "model", None)
     told = told or getattr(model, "model_name", None) or type(model).__name__

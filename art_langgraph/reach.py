@@ -55,7 +55,11 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
     """Globals that a function names, and what it may take from the modules among them: of libraries', classes and
     methods of objects that the module holds."""
     names = list(dict.fromkeys(_names(function.__code__)))
-    places, seen = [(function.__globals__, False)], set()
+    places = [(function.__globals__, False)]
+    # What it imports when it runs, as far as that is loaded already.
+    loaded = (sys.modules.get(name) for name in _imports(function))
+    places += [(vars(module), is_library(module.__name__)) for module in loaded if module is not None]
+    seen = set[int]()
     while places:
         place, library = places.pop()
         for value in (place[name] for name in names if name in place):
@@ -68,8 +72,13 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
 
 
 def imports_late(function: types.FunctionType) -> bool:
-    """Whether a function of the app imports something when it runs: what, cannot be looked at."""
-    return not is_library(function.__module__) and any(map(_imports, _codes(function.__code__)))
+    """Whether a function of the app imports something when it runs that may hold graphs or models."""
+    return not is_library(function.__module__) and any(map(_may_hold_graphs, _imports(function)))
+
+
+def imports_models_late(function: types.FunctionType) -> bool:
+    """Whether a function of the app imports a library that has models when it runs."""
+    return not is_library(function.__module__) and any(map(_is_of_models, _imports(function)))
 
 
 def names_model(function: types.FunctionType) -> bool:
@@ -79,8 +88,20 @@ def names_model(function: types.FunctionType) -> bool:
     return not is_library(function.__module__) and any("model" in names for names in named)
 
 
-def _imports(code: types.CodeType) -> bool:
-    return any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
+def _imports(function: types.FunctionType) -> Iterator[str]:
+    """Names of modules that a function imports when it runs; relative ones without what they are relative to."""
+    for code in _codes(function.__code__):
+        yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+
+
+def _may_hold_graphs(module: str) -> bool:
+    root = module.partition(".")[0]
+    known = root in sys.stdlib_module_names or _is_of_models(module)
+    return not known or root in ("importlib", "langchain") or root.startswith("langgraph")
+
+
+def _is_of_models(module: str) -> bool:
+    return is_library(module) and module.partition(".")[0] not in sys.stdlib_module_names
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

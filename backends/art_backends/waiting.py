@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -101,6 +101,8 @@ def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64, stopping: Cal
     """Run a coroutine to its end on a new event loop; the first Ctrl-C cancels it, the second stops at once.
 
     ``stopping`` is called on the event loop at the first Ctrl-C: to end what was begun may take a while.
+    ``sys.exit`` in a task would end the loop and with it everything (a framework makes a task for each of the agent's
+    parts): here it is a RuntimeError of that task.
 
     KeyboardInterrupt after a cancelled run. RuntimeError if this thread already runs an event loop.
     ``threads``: width of the default executor, where frameworks run the blocking parts of an agent.
@@ -108,6 +110,7 @@ def run_to_end(main: Coroutine[Any, Any, T], *, threads: int = 64, stopping: Cal
     loop = asyncio.new_event_loop()
     executor = ThreadPoolExecutor(threads, thread_name_prefix="art-agent")
     loop.set_default_executor(executor)
+    loop.set_task_factory(_staying)
     interrupted = False
     task = loop.create_task(main)
 
@@ -167,6 +170,39 @@ def watched(warn: Callable[[str], None], seconds: float = BLOCKED) -> Iterator[N
     finally:
         ended.set()
         turned.set()
+
+
+class _Staying(Coroutine[Any, Any, T]):
+    """A coroutine whose SystemExit is an ordinary error; all else is passed through."""
+
+    def __init__(self, inner: Coroutine[Any, Any, T]) -> None:
+        self._inner = inner
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._inner.send(value)
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._inner.throw(*error)
+        except SystemExit as left:
+            raise RuntimeError(f"SystemExit: {left}") from left
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._inner.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # its name, code and frame, for whoever shows tasks
+
+
+def _staying(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    """A task as the loop itself makes it."""
+    return asyncio.Task(_Staying(work) if asyncio.iscoroutine(work) else work, loop=loop, **options)
 
 
 def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:

@@ -1,7 +1,8 @@
 """Fifty rollouts at once share one graph and one model: every request carries its own rollout, node and run.
 
-The prompt is the witness: it names the rollout and the node that asked, and is compared with the token and the node
-header of the same request. "api.openai.com" is a second server; it must see nothing of what happens in a scope.
+The prompt is the witness: it names the rollout and the node that asked, with LangGraph's own step and namespace, and is
+compared with the token and the headers of the same request. A handler of the app's own notes which run of LangChain's
+had which prompt. "api.openai.com" is a second server; it must see nothing of what happens in a scope.
 """
 
 import asyncio
@@ -16,10 +17,12 @@ from urllib.parse import unquote
 
 import pytest
 from art_backends.capture import open_scope, rollout_scope
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from langgraph.config import get_config
 from langgraph.graph import END, START, StateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.types import Send
@@ -28,6 +31,7 @@ from openai import AsyncOpenAI, OpenAI
 pytestmark = [pytest.mark.usefixtures("hooked"), pytest.mark.timeout(300)]  # over a thousand requests in one test
 
 ROLLOUTS = 50
+WITNESS = r"witness-(\d+) node-(\w+) step-(\d+) at-(\S+)"
 KEY = "sk-user-secret"
 
 
@@ -36,13 +40,24 @@ class State(TypedDict):
     out: Annotated[list, operator.add]
 
 
+class Witness(BaseCallbackHandler):
+    """Which prompt a run of LangChain's had, as the app's own handler is told."""
+
+    def __init__(self):
+        self.prompts = {}
+
+    def on_chat_model_start(self, serialized, messages, *, run_id, **kwargs):
+        self.prompts[str(run_id)] = messages[0][-1].content
+
+
 class Apps:
     """The app: models and graphs built once, before any rollout, with an explicit base_url and key."""
 
     def __init__(self, url):
         base = {"base_url": url + "/v1", "api_key": KEY}
         self.base = base
-        self.model = ChatOpenAI(model="gpt-4o-mini", **base)
+        self.witness = Witness()
+        self.model = ChatOpenAI(model="gpt-4o-mini", callbacks=[self.witness], **base)
         self.raw = OpenAI(**base)
         self.araw = AsyncOpenAI(**base)
         self.sync_graph = self._build(self._sync_nodes())
@@ -50,7 +65,8 @@ class Apps:
         self.sync_calls, self.async_calls = 15, 24
 
     def say(self, state, node):
-        return f"witness-{state['n']} node-{node}"
+        told = get_config()["metadata"]
+        return f"witness-{state['n']} node-{node} step-{told['langgraph_step']} at-{told['langgraph_checkpoint_ns']}"
 
     def _sync_nodes(self):
         model, raw, say = self.model, self.raw, self.say
@@ -80,7 +96,7 @@ class Apps:
             raw.chat.completions.create(model="gpt-4o-mini", messages=prompt)
 
         def per_call(state):
-            ChatOpenAI(model="gpt-4o-mini", **self.base).invoke(say(state, "per_call"))
+            ChatOpenAI(model="gpt-4o-mini", callbacks=[self.witness], **self.base).invoke(say(state, "per_call"))
 
         return {
             "plain": plain,
@@ -160,23 +176,24 @@ def scope(proxy, number):
     return rollout_scope(proxy.url, f"token-{number}", f"rollout-{number}")
 
 
-def check(proxy, provider, calls, rollouts=ROLLOUTS):
-    """Every request: the right token, node, key, run id; the right number of them for each rollout."""
+def check(app, proxy, provider, calls, rollouts=ROLLOUTS):
+    """Every request: the right token, node, step, namespace, key, run id; the right number of them for each rollout."""
     assert provider.seen == []
     runs = set()
     named = 0
     for seen in proxy.seen:
-        number, node = re.search(r"witness-(\d+) node-(\w+)", str(seen.body["messages"])).groups()
+        number, node, step, at = re.search(WITNESS, seen.prompt).groups()
+        namespace = unquote(seen.headers["x-art-checkpoint-ns"])
         assert seen.token == f"token-{number}"
-        assert seen.headers["x-art-node"] == node
-        assert int(seen.headers["x-art-step"]) >= 1
-        assert unquote(seen.headers["x-art-checkpoint-ns"]).endswith(seen.headers["x-art-task-id"])
+        assert (seen.headers["x-art-node"], seen.headers["x-art-step"], namespace) == (node, step, at)
+        assert namespace.endswith(f":{seen.headers['x-art-task-id']}")
         assert "x-art-scope-ended" not in seen.headers
         assert KEY not in repr(seen)
         if "raw" in node and "by LangChain" not in seen.prompt:
             assert "x-art-run-id" not in seen.headers  # LangChain knows nothing of this call
         else:
             named += 1
+            assert app.witness.prompts[seen.headers["x-art-run-id"]] == seen.prompt
             runs.add(seen.headers["x-art-run-id"])
     counted = Counter(seen.token for seen in proxy.seen)
     assert counted == {f"token-{number}": calls for number in range(rollouts)}
@@ -191,7 +208,7 @@ async def test_ainvoke(app, proxy, provider):
         assert inside.counts == {"routed": app.async_calls}
 
     await asyncio.gather(*(one(number) for number in range(ROLLOUTS)))
-    check(proxy, provider, app.async_calls)
+    check(app, proxy, provider, app.async_calls)
 
 
 @pytest.mark.slow
@@ -208,7 +225,7 @@ async def test_ten_thousand_calls(app, proxy, provider):
 
     await asyncio.gather(*(one(number) for number in range(rollouts)))
     assert len(proxy.seen) >= 10_000
-    check(proxy, provider, app.async_calls, rollouts)
+    check(app, proxy, provider, app.async_calls, rollouts)
 
 
 def test_invoke_in_threads(app, proxy, provider):
@@ -219,7 +236,7 @@ def test_invoke_in_threads(app, proxy, provider):
     with ThreadPoolExecutor(10) as pool:
         for number, state in enumerate(pool.map(one, range(ROLLOUTS))):
             assert all(f"witness-{number} " in text for text in state["out"])
-    check(proxy, provider, app.sync_calls)
+    check(app, proxy, provider, app.sync_calls)
 
 
 def test_stream_in_threads(app, proxy, provider):
@@ -229,7 +246,7 @@ def test_stream_in_threads(app, proxy, provider):
 
     with ThreadPoolExecutor(10) as pool:
         assert all(pool.map(one, range(10)))
-    check(proxy, provider, app.sync_calls, 10)
+    check(app, proxy, provider, app.sync_calls, 10)
 
 
 async def test_astream_and_astream_events(app, proxy, provider):
@@ -241,7 +258,7 @@ async def test_astream_and_astream_events(app, proxy, provider):
             return [part async for part in app.async_graph.astream({"n": number, "out": []}, stream_mode=modes)]
 
     await asyncio.gather(*(one(number) for number in range(10)))
-    check(proxy, provider, app.async_calls, 10)
+    check(app, proxy, provider, app.async_calls, 10)
 
 
 def opened(stack, proxy, rollouts):
@@ -262,7 +279,7 @@ def test_batch_with_metadata(app, proxy, provider):
     with ExitStack() as stack:
         opened(stack, proxy, 20)
         app.sync_graph.batch(inputs(20), configs(20))
-        check(proxy, provider, app.sync_calls, 20)
+        check(app, proxy, provider, app.sync_calls, 20)
         app.model.invoke("the caller is in no scope")
     assert len(provider.seen) == 1
 
@@ -273,7 +290,7 @@ async def test_abatch_and_gather_with_metadata(app, proxy, provider):
         await app.async_graph.abatch(inputs(5), configs(5))
         rest = zip(inputs(10)[5:], configs(10)[5:], strict=True)
         await asyncio.gather(*(app.async_graph.ainvoke(value, config) for value, config in rest))
-        check(proxy, provider, app.async_calls, 10)
+        check(app, proxy, provider, app.async_calls, 10)
         await app.async_graph.ainvoke(inputs(1)[0], configs(1)[0])  # in this very task
         assert len(proxy.seen) == 11 * app.async_calls
         await app.model.ainvoke("the caller is in no scope")
@@ -289,7 +306,7 @@ def test_sync_stream_in_fresh_contexts_is_repaired(app, proxy, provider):
         done = False
         while not done:
             done = contextvars.Context().run(next, stream, None) is None
-    check(proxy, provider, app.sync_calls, 1)
+    check(app, proxy, provider, app.sync_calls, 1)
 
 
 async def test_tools_that_call_models(app, proxy, provider):

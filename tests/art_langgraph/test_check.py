@@ -59,6 +59,14 @@ def test_the_tree_of_calls_and_what_would_train():
     ]
 
 
+def test_a_call_without_an_answer_says_why():
+    text = told(
+        call(0, status=CallStatus.CANCELLED, choices=[]), call(1, status=CallStatus.ERROR, error="x", choices=[])
+    )
+    assert "   → cancelled: no whole answer; does not train" in text.splitlines()
+    assert "   → error: x" in text.splitlines()
+
+
 def test_what_went_elsewhere_and_how_it_ended():
     text = told(
         call(0, status=CallStatus.ERROR, error="no such model", choices=[]),

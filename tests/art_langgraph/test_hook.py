@@ -1,6 +1,7 @@
 """The LangChain hook: nodes told and taken back, caches noticed, never a disturbance."""
 
 import asyncio
+from collections import Counter
 from typing import TypedDict
 
 import pytest
@@ -168,6 +169,55 @@ def test_the_users_own_handlers_see_everything(hooked, proxy, provider):
     with scope(proxy):
         make_model(provider).invoke("x", {"callbacks": [Mine()]})
     assert events == ["start", "end"]
+
+
+EVENTS = ("chat_model_start", "llm_end", "chain_start", "chain_end", "llm_error", "llm_new_token")
+
+
+def handler(inline, note, **options):
+    """A handler of the app's own that notes each event's name."""
+    methods = {f"on_{name}": lambda self, *args, _name=name, **kwargs: note(_name) for name in EVENTS}
+    return type("Handler", (BaseCallbackHandler,), {**methods, "run_inline": inline, **options})()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+@pytest.mark.parametrize("ours_fails", [False, True])
+async def test_r30_handlers_that_raise_disturb_neither_the_agent_nor_the_others(
+    inline, way, ours_fails, hooked, proxy, provider, monkeypatch
+):
+    def boom(name):
+        raise RuntimeError(f"boom in {name}")
+
+    seen = {when: Counter() for when in ("plain", "captured")}
+    model = make_model(provider)
+
+    def ask(state):
+        return {"seen": [model.invoke("x").text]}
+
+    graph = StateGraph(State).add_node("ask", ask).add_edge(START, "ask").compile()
+
+    async def run(when):
+        note = seen[when].update
+        callbacks = [handler(inline, boom), handler(not inline, lambda name: note([name])), handler(inline, boom)]
+        value, config = {"n": 1}, {"callbacks": callbacks}
+        return graph.invoke(value, config) if way == "invoke" else await graph.ainvoke(value, config)
+
+    plain = await run("plain")
+    if ours_fails:
+        monkeypatch.setattr(hook, "_node", boom)
+    with scope(proxy) as inside:
+        assert await run("captured") == plain
+    assert seen["captured"] == seen["plain"]
+    assert seen["plain"].keys() == {"chat_model_start", "llm_end", "chain_start", "chain_end"}
+    (request,) = proxy.seen
+    assert request.token == "token"
+    if ours_fails:
+        assert inside.counts["hook_errors"] > 0  # the loss is counted
+        hooked.errors -= inside.counts["hook_errors"]
+    else:
+        assert inside.counts == {"routed": 1}
+        assert request.headers["x-art-node"] == "ask"
 
 
 def test_abandoned_runs_do_not_pile_up(hooked, proxy, monkeypatch):

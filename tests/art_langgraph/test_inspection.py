@@ -1,5 +1,6 @@
 """What a graph is made of, found without running it: nothing here may call a model."""
 
+import asyncio
 import functools
 import sys
 import types
@@ -19,13 +20,17 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableLambda
 from langchain_core.tools import tool
+from langchain_ollama import OllamaLLM
 from langchain_openai import AzureChatOpenAI, ChatOpenAI
+from langchain_openai import OpenAI as TextOpenAI
 from langgraph.cache.memory import InMemoryCache as GraphCache
 from langgraph.func import entrypoint, task
 from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.pregel.remote import RemoteGraph
 from langgraph.types import CachePolicy
 from pydantic import BaseModel
 
+from art_langgraph.graphs import run_graph
 from art_langgraph.inspection import inspect_graph, inspection_lines, warnings_of
 
 PROMPT = [SystemMessage("x" * 400)]
@@ -244,6 +249,25 @@ def test_caches_are_told():
     assert inspect_graph(graph_of(team=inner.compile())).caches == [model]
 
 
+def test_caches_of_tasks_are_told_and_off():
+    made = []
+
+    @task(cache_policy=CachePolicy())
+    def look(value):
+        made.append(value)
+        return value
+
+    def work(value):
+        return look(value["n"]).result()
+
+    graph = entrypoint(cache=GraphCache())(work)
+    assert warnings_of(inspect_graph(graph)) == ["the cache of the task look (InMemoryCache) is off while rollouts run"]
+    assert warnings_of(inspect_graph(entrypoint()(work))) == []
+    for _ in range(2):
+        asyncio.run(run_graph(graph, {"n": 1}))
+    assert made == [1, 1]
+
+
 def test_a_model_that_several_nodes_hold_is_found_in_each():
     graph = graph_of(a=by_global, b=by_global, team=graph_of(c=by_global))
     assert {node for *_, node, _ in models_of(graph)} == {"a", "b", "team/c"}
@@ -320,9 +344,21 @@ def test_models_in_a_module_of_the_apps_are_found(monkeypatch):
 
 
 def late_import(state):
+    import a_module_of_the_app
+
+    return a_module_of_the_app
+
+
+def late_library(state):
     import json
 
-    return json
+    return shared.invoke(json.dumps(PROMPT))
+
+
+def late_model(state):
+    from langchain_openai import ChatOpenAI as Late
+
+    return Late(model=state["name"]).invoke(PROMPT)
 
 
 def late_agent(state):
@@ -357,20 +393,84 @@ def test_sdk_clients_that_a_node_makes_by_their_modules_are_found():
 
 
 @pytest.mark.parametrize(
-    ("node", "sure"),
+    ("node", "of_nodes", "of_models"),
     [
-        (by_global, True),
-        (late_import, False),
-        (late_agent, False),
-        (late_graph, False),
-        (late_name, False),
-        (shared.bind_tools([]), True),
-        (shared.bind(model="another"), False),
-        (shared.configurable_fields(model_name=ConfigurableField("name")), False),
+        (by_global, True, True),
+        (late_import, False, False),
+        (late_agent, False, False),
+        (late_graph, False, False),
+        (late_library, True, True),
+        (late_model, True, False),
+        (late_name, True, False),
+        (shared.bind_tools([]), True, True),
+        (shared.bind(model="another"), True, False),
+        (shared.configurable_fields(model_name=ConfigurableField("name")), False, False),
     ],
 )
-def test_whether_all_was_seen_is_known(node, sure):
-    assert inspect_graph(graph_of(team=graph_of(ask=node))).sure is sure
+def test_whether_all_was_seen_is_known(node, of_nodes, of_models):
+    found = inspect_graph(graph_of(team=graph_of(ask=node)))
+    assert (found.sure, found.sure_of_models) == (of_nodes, of_models)
+
+
+def test_models_that_a_node_imports_when_it_runs_are_found():
+    assert models_of(graph_of(ask=late_model)) == {("ChatOpenAI", "?", "ask", "policy")}
+
+
+def by_router(state):
+    return by_global(state) and "work"
+
+
+def test_models_of_functions_that_choose_the_way_are_their_nodes():
+    builder = StateGraph(MessagesState).add_node("work", lambda state: {})
+    begins = builder.add_conditional_edges(START, by_router, ["work"]).compile()
+    assert inspect_graph(begins).nodes == ["__start__", "work"]
+    assert models_of(begins) == {("ChatOpenAI", "global", "__start__", "policy")}
+    builder = StateGraph(MessagesState).add_node("work", lambda state: {}).add_node("more", lambda state: {})
+    builder.add_conditional_edges(START, lambda state: "work", ["work"]).add_edge("work", "more")
+    goes_on = builder.add_conditional_edges("more", by_router, ["work"]).compile()
+    assert inspect_graph(goes_on).nodes == ["work", "more"]
+    assert models_of(graph_of(team=goes_on)) == {("ChatOpenAI", "global", "team/more", "policy")}
+
+
+class Around:
+    """An object of the app's that runs a graph."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    async def ainvoke(self, value, config=None):
+        return await self.graph.ainvoke(value, config)
+
+
+@pytest.mark.parametrize(
+    "around", [Around, lambda graph: graph.with_retry(), lambda graph: RunnableLambda(ask) | graph]
+)
+def test_a_graph_within_something_else_is_found(around):
+    found = inspect_graph(around(graph_of(ask=named("inner"))))
+    assert (found.nodes, found.sure) == (["ask"], True)
+    assert [(model.name, model.node) for model in found.models] == [("inner", "ask")]
+
+
+def test_models_outside_of_every_node_are_found():
+    chain = named("first") | RunnableLambda(ask)
+    assert models_of(chain) == {("ChatOpenAI", "first", "-", "policy")}
+
+
+def test_what_runs_in_another_process_is_told_by_name():
+    far = RemoteGraph("assistant", url="http://127.0.0.1:9")
+    for graph, node in ((graph_of(far=far), "far"), (far, "-")):
+        (warning,) = warnings_of(inspect_graph(graph))
+        assert f"calls of RemoteGraph in {node} do not reach the policy: the nodes of assistant run in" in warning
+
+
+def by_completion(state):
+    return TextOpenAI(model="gpt-3.5-turbo-instruct").invoke("x")
+
+
+def test_models_that_complete_text():
+    assert models_of(graph_of(ask=by_completion)) == {("OpenAI", "?", "ask", "policy")}
+    (warning,) = warnings_of(inspect_graph(graph_of(ask=OllamaLLM(model="m"))))
+    assert "OllamaLLM in ask do not reach the policy: it completes text" in warning
 
 
 def test_of_an_agent_all_is_seen_and_of_any_other_object_nothing():

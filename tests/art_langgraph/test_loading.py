@@ -1,5 +1,6 @@
 """Finding the user's graph, and clear words where there is none."""
 
+import os
 import sys
 import textwrap
 
@@ -104,6 +105,12 @@ FACTORIES = """
     def needs(a, b):
         return graph
 
+    def yields():
+        yield graph
+
+    async def ayields():
+        yield graph
+
     uncompiled = build()
     number = 42
     from langchain_core.language_models.fake_chat_models import FakeListChatModel
@@ -128,6 +135,8 @@ async def test_factories(app, name):
         ("leaves", "SystemExit: no key"),
         ("never_opened", "RuntimeError: no pool"),
         ("needs", "needs 2 arguments (a, b)"),
+        ("yields", "A function that yields its graph needs @contextlib.contextmanager."),
+        ("ayields", "A function that yields its graph needs @contextlib.asynccontextmanager."),
     ],
 )
 async def test_factories_that_make_no_graph(app, name, words):
@@ -163,6 +172,15 @@ def test_what_is_no_graph_is_named(app, spec, words):
 def test_an_object_that_is_no_graph():
     with pytest.raises(GraphError, match="dict"):
         load_graph({"a": 1})
+
+    async def make():
+        return None
+
+    made = make()
+    with pytest.raises(GraphError, match="Give the function itself, not what it returns when it is called"):
+        load_graph(made)
+    made.close()
+    assert load_graph(make).name == "make"
 
 
 @pytest.mark.parametrize("spec", ["an_app:graph", "an_app.py:graph"])
@@ -203,6 +221,44 @@ async def test_langgraph_json(app, tmp_path, monkeypatch):
     with pytest.raises(GraphError, match="has these graphs: agent"):
         load_graph("langgraph.json:other")
     monkeypatch.delenv("ART_TEST_SETTING")
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("ART_TEST_SETTING=on # the key", "on"),
+        ("ART_TEST_SETTING='on # it' # the key", "on # it"),
+        ('export ART_TEST_SETTING = "on=1"', "on=1"),
+        ("ART_TEST_SETTING=a#b", "a#b"),
+        ("ART_TEST_SETTING= # nothing", ""),
+        ("ART_TEST_SETTING='half", "'half"),
+    ],
+)
+def test_an_env_file_of_langgraph_json(app, tmp_path, monkeypatch, line, value):
+    monkeypatch.setattr(os, "environ", {})
+    app()
+    (tmp_path / ".env").write_text(line + "\n")
+    (tmp_path / "langgraph.json").write_text(
+        '{"dependencies": null, "env": ".env", "graphs": {"a": "./an_app.py:graph"}}'
+    )
+    load_graph("langgraph.json")
+    assert os.environ == {"ART_TEST_SETTING": value}
+
+
+@pytest.mark.parametrize(
+    ("project", "words"),
+    [
+        ("[]", "names no graphs"),
+        ('{"graphs": {"a": 5}}', "the graph a is '5', not FILE:NAME"),
+        ('{"graphs": {"a": "./an_app.py:graph"}, "dependencies": 5}', "dependencies must be a list, not int 5"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_langgraph_json_that_is_broken(app, tmp_path, project, words):
+    app()
+    (tmp_path / "langgraph.json").write_text(project)
+    with pytest.raises(GraphError, match=words):
+        load_graph("langgraph.json")
 
 
 def test_a_factory_must_be_opened_first(app):

@@ -54,6 +54,13 @@ def test_wrong_names(models, nodes, said):
     assert warning.endswith("made while the graph runs may have others")
 
 
+def test_models_that_are_made_late_make_no_nodes():
+    there = found(model(), model("?"), chosen_late=True)
+    assert len(check_names(there, ["x"], [])) == 1
+    with pytest.raises(ConfigError, match="by the name x; there are: agent, team, team/writer, researcher"):
+        check_names(there, [], ["x"])
+
+
 def test_a_model_whose_name_is_decided_at_the_call_may_be_the_one():
     (warning,) = check_names(found(model(), model("?")), ["mini"], [])
     assert "by the name mini; there are: gpt; models that are made while the graph runs" in warning

@@ -105,6 +105,36 @@ def test_run_to_end_gives_the_result_and_the_width():
     assert run_to_end(main(), threads=12) == "done"
 
 
+@pytest.mark.parametrize("where", ["a task", "a thread", "a cancelled task"])
+def test_sys_exit_in_a_task_does_not_end_the_loop(where):
+    async def leaves():
+        if where == "a cancelled task":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise SystemExit(3)
+        await asyncio.to_thread(leaves_thread) if where == "a thread" else leaves_thread()
+
+    def leaves_thread():
+        raise SystemExit(3)
+
+    async def main():
+        task = asyncio.create_task(leaves(), name="one")
+        await asyncio.sleep(0)
+        if where == "a cancelled task":
+            task.cancel()
+        (error,) = await asyncio.gather(task, return_exceptions=True)
+        assert task.get_coro().__name__ == "leaves"
+        unstarted = asyncio.create_task(leaves())
+        unstarted.cancel()
+        await asyncio.gather(unstarted, return_exceptions=True)
+        assert unstarted.cancelled()
+        return error
+
+    error = run_to_end(main())
+    assert (type(error), str(error)) == (RuntimeError, "SystemExit: 3")
+
+
 def test_run_to_end_does_not_wait_for_a_thread_that_hangs():
     release = threading.Event()
 

@@ -255,6 +255,17 @@ def test_a_graph_that_raises_after_its_call(served: Case) -> None:
     one_line(served.train(), "nothing to learn from", "LookupError: no such customer")
 
 
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_a_graph_that_leaves_the_process_after_its_call(served: Case, kind: str) -> None:
+    body = 'await model.ainvoke(state["messages"]); raise SystemExit("no licence")'
+    app = ONE_CALL.format(body=body if kind == "async def" else body.replace("await model.ainvoke", "model.invoke"))
+    served.write(
+        app=app.replace("async def", kind),
+        reward="def score(run):\n    assert run.error.message == 'SystemExit: no licence'\n    return 0.0\n",
+    )
+    one_line(served.train(), "nothing to learn from", "SystemExit: no licence")
+
+
 def test_a_graph_that_never_ends(served: Case) -> None:
     body = 'import asyncio; await model.ainvoke(state["messages"]); await asyncio.Event().wait()'
     served.write(

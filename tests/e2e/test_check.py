@@ -78,3 +78,11 @@ def test_a_run_that_would_teach_nothing_is_no_success(
     assert done.code == code, done.err
     assert said in done.out
     assert ended in done.err
+
+
+def test_a_scenario_that_makes_no_input_is_no_failure_of_the_agent(project: Any) -> None:
+    (project.path / "tasks.jsonl").write_text('{"task": "x"}\n')
+    arguments = ["check", "my_app:graph", "--scenarios", "tasks.jsonl", "--base-model", str(project.model)]
+    done = project.call("art-langgraph", *arguments, "--threads", "1")
+    assert (done.code, done.out) == (2, "")
+    assert "art-langgraph: The graph takes messages, and the scenario has only 'task'." in done.err

@@ -1,6 +1,7 @@
 """Application shapes that LangGraph's documentation teaches, each captured and trained for a step, unmodified.
 
-ReAct, supervisor, plan and execute, reflection, retrieval with grading, and a human in the loop. The model is a random
+ReAct, supervisor, plan and execute, reflection, retrieval with grading, and a human in the loop; and histories that are
+summed up, trimmed, or go on in parallel. The model is a random
 one: what decides the way through a graph is sampled under a grammar (structured output, a forced tool), so that every
 run goes the whole way. Asserted is the tree: which call begins with the tokens of which, from which node, trained or
 why not.
@@ -20,13 +21,14 @@ from art_backends.store import Store
 from art_backends.trajectories import Call, Rollout
 from langchain.agents import create_agent
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage, trim_messages
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.prebuilt import ToolNode
-from langgraph.types import Command, interrupt
+from langgraph.types import Command, Send, interrupt
 from pydantic import BaseModel
 
 import art_langgraph
@@ -306,3 +308,76 @@ def test_human_in_the_loop(train: Any) -> None:
             ("finish", 0, "trains"),
         ]
         assert item.output["messages"][-2]["content"] == "The human says yes."
+
+
+def test_a_history_that_is_summed_up(train: Any) -> None:
+    """The history grows, is summed up and replaced by its summary: a tree of its own begins there."""
+    model = make_model()
+
+    async def talk(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"]), HumanMessage("Go on.")]}
+
+    async def sum_up(state: MessagesState) -> dict[str, Any]:
+        summary = await model.ainvoke([*state["messages"], HumanMessage("Sum this up.")])
+        return {"messages": [RemoveMessage(REMOVE_ALL_MESSAGES), HumanMessage(f"Until now: {summary.text}")]}
+
+    graph = StateGraph(MessagesState)
+    steps = {"begin": talk, "go_on": talk, "sum_up": sum_up, "again": talk, "end": talk}
+    previous = START
+    for name, node in steps.items():
+        graph.add_node(name, node).add_edge(previous, name)
+        previous = name
+    for item in train(graph, {"messages": [{"role": "user", "content": "A story."}]}):
+        assert tree(item.calls) == [
+            ("begin", None, "trains"),
+            ("go_on", 0, "trains"),
+            ("sum_up", 1, "trains"),
+            ("again", None, "trains"),
+            ("end", 3, "trains"),
+        ]
+
+
+def test_a_history_that_is_trimmed(train: Any) -> None:
+    """Only the last messages are kept: what follows no earlier prompt begins a branch, what does goes on in it."""
+    model = make_model()
+
+    async def talk(state: MessagesState) -> dict[str, Any]:
+        kept = trim_messages(state["messages"], strategy="last", token_counter=len, max_tokens=4, start_on="human")
+        return {"messages": [await model.ainvoke(kept), HumanMessage("Go on.")]}
+
+    graph = StateGraph(MessagesState).add_node("talk", talk).add_edge(START, "talk")
+    graph.add_conditional_edges("talk", lambda state: "talk" if len(state["messages"]) < 9 else END)
+    for item in train(graph, {"messages": [{"role": "user", "content": "A story."}]}):
+        # Two messages more each time: 1 and 3 are kept whole; of 5 and 7 the last 3, which begin anew.
+        assert tree(item.calls) == [
+            ("talk", None, "trains"),
+            ("talk", 0, "trains"),
+            ("talk", None, "trains"),
+            ("talk", None, "trains"),
+        ]
+
+
+def test_parallel_branches_that_join(train: Any) -> None:
+    """Three workers go on from one plan at once; the end goes on from the plan and one of their drafts."""
+    model = make_model()
+
+    class State(MessagesState):
+        drafts: Annotated[list[Any], operator.add]
+
+    async def plan(state: State) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"]), HumanMessage("Draft it.")]}
+
+    async def draft(state: State) -> dict[str, Any]:
+        return {"drafts": [await model.ainvoke(state["messages"])]}
+
+    async def join(state: State) -> dict[str, Any]:
+        chosen = state["drafts"][1]
+        return {"messages": [await model.ainvoke([*state["messages"], chosen, HumanMessage("Polish it.")])]}
+
+    graph = StateGraph(State).add_node("plan", plan).add_node("draft", draft).add_node("join", join)
+    graph.add_edge(START, "plan").add_edge("draft", "join")
+    graph.add_conditional_edges("plan", lambda state: [Send("draft", state) for _ in range(3)], ["draft"])
+    for item in train(graph, {"messages": [{"role": "user", "content": "A poem."}]}):
+        *first, (node, follows, reason) = tree(item.calls)
+        assert first == [("plan", None, "trains"), *[("draft", 0, "trains")] * 3]
+        assert (node, follows in (1, 2, 3), reason) == ("join", True, "trains")

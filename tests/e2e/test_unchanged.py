@@ -7,6 +7,8 @@ sampling counts.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -168,6 +170,33 @@ async def test_a_tool_that_is_forced(world: World, options: dict[str, Any]) -> N
     assert plain(one) == plain(other)
     assert other.tool_calls or not options.get("strict")  # without it a random model may make up arguments for ever
     assert all(call["id"] for call in other.tool_calls)
+
+
+async def test_a_tool_call_that_is_streamed(world: World) -> None:
+    async def run(make: Callable[..., ChatOpenAI]) -> Any:
+        bound = make(max_completion_tokens=200).bind_tools([stock], tool_choice="stock", strict=True)
+        chunks = [chunk async for chunk in bound.astream(ASK)]
+        pieces = [piece["args"] for chunk in chunks for piece in chunk.tool_call_chunks if piece["args"]]
+        return plain(functools.reduce(operator.add, chunks)), pieces
+
+    (one, straight), (other, captured) = await world.both(run)
+    assert one == other
+    assert [name for name, _ in other["calls"]] == ["stock"]
+    assert straight == captured  # in the engine's own pieces
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the openai SDK's own parsed chunks
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+async def test_structured_output_that_is_streamed(world: World, method: str) -> None:
+    async def run(make: Callable[..., ChatOpenAI]) -> Any:
+        model = make(max_completion_tokens=200).with_structured_output(Answer, method=method, include_raw=True)
+        return [found.get("parsed") async for found in model.astream(ASK) if found.get("parsed")][-1:]
+
+    one, other = await world.both(run)
+    if isinstance(other, Exception):
+        assert (type(one), _message(one)) == (type(other), _message(other))
+    else:
+        assert one == other
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
