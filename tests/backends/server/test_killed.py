@@ -1,18 +1,21 @@
-"""Rows R1 and R2: an agent or the server is killed in the middle; what was acknowledged is kept, nothing half is."""
+"""Rows R1, R2, R17: agent or server end in the middle; what was acknowledged is kept, nothing half is."""
 
 import asyncio
 import contextlib
 import json
 import sys
 import textwrap
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from art_backends.client import Client
 from art_backends.store import Store
 from art_backends.trajectories import CallStatus
 
-from tests.backends.server.test_run import FAKE, SCRIPT
+from tests.backends.server.test_run import FAKE, SCRIPT, refused
 
 HUNDRED = 100
 AGENT = textwrap.dedent(
@@ -84,42 +87,91 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_r2_a_server_that_is_killed_in_a_stream_leaves_no_half_turn(tmp_path: Path) -> None:
-    """A hundred streams of three formats, each begun: every client sees its connection break, and nothing is half."""
+@dataclass
+class Streaming:
+    """A server's process with a hundred streams of three formats, each begun and held by the engine."""
+
+    process: asyncio.subprocess.Process
+    run: Path
+    rollout: str
+    worker: Path  # the engine's socket
+    begun: list[bytes]
+    readers: list[asyncio.StreamReader]
+    port: int
+
+    def calls(self) -> list[tuple[CallStatus, int]]:
+        """Status and number of answers of each call, as they are stored."""
+        store = Store.open(self.run / "store.sqlite")
+        try:
+            return [(call.status, len(call.choices)) for call in store.calls(self.rollout)]
+        finally:
+            store.close()
+
+
+def socket_of(pid: int) -> Path:
+    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return Path(command[command.index("--uds") + 1])
+
+
+@contextlib.asynccontextmanager
+async def streaming(tmp_path: Path) -> AsyncIterator[Streaming]:
     run, faults = tmp_path / "run", tmp_path / "faults"
     faults.mkdir()
     (faults / "hold_call").write_text("1000")
-    server = await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SCRIPT, str(run), str(faults), str(FAKE),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    assert server.stdout is not None
+    assert process.stdout is not None
     async with asyncio.timeout(90), contextlib.AsyncExitStack() as stack:
-        stack.callback(lambda: server.returncode is None and server.kill())
-        url = (await server.stdout.readline()).decode().strip()
+        stack.callback(lambda: process.returncode is None and process.kill())
+        url = (await process.stdout.readline()).decode().strip()
+        port = int(url.rsplit(":", 1)[1])
         async with Client(url, (run / "admin.token").read_text().strip()) as client:
             rollout = await client.open_rollout(policy="policy", step=1, group="g")
-        sent = []
+            (child,) = (await client.status())["children"]
+        readers = []
         for number in range(HUNDRED):
             path, asked = ASKS[number % len(ASKS)]
             body = json.dumps({"model": "m", "stream": True, **asked}).encode()
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(_abort, writer)
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {rollout.token}\r\n"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            sent.append(reader)
-        begun = [await reader.readuntil(b'"b"') for reader in sent]  # the first letter of what the base model says
-        server.kill()
-        await server.wait()
-        for head, reader in zip(begun, sent, strict=True):
+            readers.append(reader)
+        begun = [await reader.readuntil(b'"b"') for reader in readers]  # the first letter of what the base model says
+        yield Streaming(process, run, rollout.id, socket_of(child["pid"]), begun, readers, port)
+
+
+ENDS = (b"[DONE]", b"response.completed", b"message_stop")
+
+
+async def test_r2_a_server_that_is_killed_in_a_stream_leaves_no_half_turn(tmp_path: Path) -> None:
+    """Every client sees its connection break, and nothing is half."""
+    async with streaming(tmp_path) as server:
+        server.process.kill()
+        await server.process.wait()
+        for begun, reader in zip(server.begun, server.readers, strict=True):
             rest = b""
             with contextlib.suppress(ConnectionError):
                 rest = await reader.read()
-            for end in (b"[DONE]", b"response.completed", b"message_stop", b"\r\n0\r\n\r\n"):
-                assert end not in head + rest
-    store = Store.open(run / "store.sqlite")
-    try:
-        calls = store.calls(rollout.id)
-    finally:
-        store.close()
-    assert [(call.status, call.choices) for call in calls] == [(CallStatus.OPEN, [])] * HUNDRED
+            for end in (*ENDS, b"\r\n0\r\n\r\n"):
+                assert end not in begun + rest
+        assert server.calls() == [(CallStatus.OPEN, 0)] * HUNDRED
+
+
+async def test_r17_sigterm_under_load_drops_nothing(tmp_path: Path) -> None:
+    """A real signal: no connection is taken any more, and a hundred streams end as they would have."""
+    async with streaming(tmp_path) as server:
+        server.process.terminate()
+        while not await refused(server.port):
+            pass
+        transport = httpx.AsyncHTTPTransport(uds=str(server.worker))
+        async with httpx.AsyncClient(base_url="http://worker", transport=transport, timeout=30) as worker:
+            await worker.post("/test/release/call")
+        for reader in server.readers:
+            rest = await reader.read()
+            assert rest.endswith(b"\r\n0\r\n\r\n")
+            assert any(end in rest for end in ENDS)
+        assert await server.process.wait() == 0
+        assert server.calls() == [(CallStatus.OK, 1)] * HUNDRED
