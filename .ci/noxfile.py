@@ -1,7 +1,7 @@
 """Capture on other versions: ``nox -f .ci/noxfile.py``; each session makes an environment of its own.
 
 The core tests run on what requirements.lock pins. Here the capture tests run on older openai SDKs, and the LangGraph
-tests on the oldest LangChain and on newer Pythons.
+tests on the newest LangChain, on each Python.
 """
 
 import nox
