@@ -6,6 +6,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 PYTEST = .venv/bin/python -m pytest
 
 CLIENTS = .venv/clients
+OPENAI = 1.109.1 2.45.0# older SDKs, beside the newest of requirements.lock
 
 .PHONY: help setup demo test test-all clients lint types docs check lock clean
 
@@ -44,6 +45,8 @@ $(CLIENTS)/.ready: .venv/.ready tests/clients/requirements.txt tests/clients/pac
 	@echo "== setting up clients of other projects in $(CLIENTS)"
 	@test -x $(CLIENTS)/bin/python || .venv/bin/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement tests/clients/requirements.txt
+	@for version in $(OPENAI); do $(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  --upgrade --target $(CLIENTS)/openai-$$version openai==$$version; done
 	@cp tests/clients/package.json $(CLIENTS)/
 	@if command -v npm > /dev/null; then npm install --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --silent; \
 	  else echo "there is no npm here: clients in JavaScript are left out"; fi

@@ -20,9 +20,10 @@ CLIENTS = ROOT / "tests" / "clients"
 MADE = ROOT / ".venv" / "clients"
 PYTHON = MADE / "bin" / "python"
 MODULES = MADE / "node_modules"
+OLDER = sorted(path.name.removeprefix("openai-") for path in MADE.glob("openai-*"))
 
 
-def run(command: list[str], folder: Path, served: Any) -> list[dict[str, Any]]:
+def run(command: list[str], folder: Path, served: Any, **more: str) -> list[dict[str, Any]]:
     """What a script says it tried; its own words if it failed."""
     project, url = served
     key = (project.run / "agent.token").read_text().strip()
@@ -32,6 +33,7 @@ def run(command: list[str], folder: Path, served: Any) -> list[dict[str, Any]]:
         ANTHROPIC_BASE_URL=url,
         ANTHROPIC_API_KEY=key,
         NO_PROXY="127.0.0.1",
+        **more,
     )
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -48,6 +50,15 @@ def test_python_clients(served: Any, script: str, tried: int) -> None:
     found = run([str(PYTHON), str(CLIENTS / script)], CLIENTS, served)
     assert len(found) == tried
     assert all(item["right"] for item in found)
+
+
+@pytest.mark.skipif(not OLDER, reason="make clients has not been run")
+@pytest.mark.parametrize("version", OLDER or ["none"])
+def test_older_openai_sdks(served: Any, version: str) -> None:
+    script = [str(PYTHON), str(CLIENTS / "openai_client.py")]
+    found = run(script, CLIENTS, served, PYTHONPATH=str(MADE / f"openai-{version}"))
+    assert len(found) == 11
+    assert found[-1] == {"what": f"openai {version}", "right": True}
 
 
 @pytest.mark.skipif(shutil.which("node") is None or not MODULES.exists(), reason="make clients found no Node")
