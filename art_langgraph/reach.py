@@ -19,6 +19,9 @@ _LIBRARIES = frozenset({"langchain", "langgraph", "openai", "anthropic", "google
 # Of these, objects that are built to hold others.
 _HOLDERS = frozenset({"langchain", "langchain_core", "langchain_classic", "langgraph", "functools", "types"})
 
+_LAZY_CLIENTS = "openai._module_client"  # behind openai.chat and its like
+_OF_MODELS = frozenset({"ChatProxy", "CompletionsProxy", "ResponsesProxy"})
+
 PLAIN = (str, bytes, int, float, complex, bool, type(None), types.CodeType, types.ModuleType, types.BuiltinFunctionType)
 
 
@@ -63,6 +66,10 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
     while places:
         place, library = places.pop()
         for value in (place[name] for name in names if name in place):
+            if type(value).__module__ == _LAZY_CLIENTS:  # makes a client when it is asked for anything, its class too
+                if type(value).__name__ in _OF_MODELS:
+                    yield sys.modules["openai"].OpenAI
+                continue
             if library and not isinstance(value, type | types.MethodType):
                 continue
             yield value

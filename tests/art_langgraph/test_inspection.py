@@ -392,6 +392,17 @@ def test_sdk_clients_that_a_node_makes_by_their_modules_are_found():
     assert models_of(graph_of(ask=by_function_of_an_sdk)) == {("ollama.Client", "?", "ask", "provider")}
 
 
+def by_the_sdks_own_client(state):
+    return openai.chat.completions.create(model="gpt", messages=[])
+
+
+def test_the_client_that_the_openai_module_makes_is_found_and_not_made(monkeypatch):
+    monkeypatch.setattr(openai, "api_key", "k")
+    graph = graph_of(ask=by_the_sdks_own_client)  # LangGraph asks it for its attributes, which makes the client
+    monkeypatch.setattr("openai._module_client._load_client", lambda: pytest.fail("a client was made"))
+    assert models_of(graph) == {("openai.OpenAI", "?", "ask", "policy")}
+
+
 @pytest.mark.parametrize(
     ("node", "of_nodes", "of_models"),
     [
