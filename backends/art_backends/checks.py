@@ -13,7 +13,7 @@ from pathlib import Path
 from art_backends.errors import NothingToLearnError, RewardError, ServerError
 from art_backends.rollouts import Control, control
 from art_backends.summary import Row, common_error, scored
-from art_backends.trajectories import CallStatus, Rollout
+from art_backends.trajectories import NODE_PART, Call, CallStatus, Rollout
 
 HELPS = (
     "What helps: a reward with parts for what is half right; scenarios of mixed difficulty, easier ones if all fail "
@@ -42,8 +42,7 @@ async def calls(client: Control, rollouts: Sequence[Rollout], nodes: Sequence[st
     counted = scored(rollouts)
     if not counted:
         return False
-    chosen = sorted(counted, key=lambda rollout: rollout.error is not None)[:SAMPLE]
-    made = [call for rollout in chosen for call in (await control(client.rollout(rollout.id))).calls]
+    made = await _made(client, counted)
     if not made:
         raise NothingToLearnError(_no_calls(counted))
     meant = [call for call in made if call.node.within(nodes)]
@@ -61,6 +60,29 @@ async def calls(client: Control, rollouts: Sequence[Rollout], nodes: Sequence[st
             "What helps: tool_choice='auto', or free text that the agent parses itself"
         )
     return bool(answered)
+
+
+async def node_rewards(client: Control, rollouts: Sequence[Rollout]) -> str | None:
+    """What is odd about rewards of single nodes: that no call came from a node so named. None if nothing is."""
+    counted = scored(rollouts)
+    given = {
+        part.removeprefix(NODE_PART) for rollout in counted for part in rollout.metrics if part.startswith(NODE_PART)
+    }
+    if not given:
+        return None
+    made = await _made(client, counted)
+    unknown = sorted(name for name in given if not any(call.node.within([name]) for call in made))
+    if not unknown:
+        return None
+    found = ", ".join(sorted({"/".join(call.node.path) or "none" for call in made})) or "none"
+    parts = ", ".join(NODE_PART + name for name in unknown)
+    return f"the reward has {parts}, and no call came from such a node; calls came from: {found}"
+
+
+async def _made(client: Control, counted: Sequence[Rollout]) -> list[Call]:
+    """The calls of some rollouts, those that did not fail first."""
+    chosen = sorted(counted, key=lambda rollout: rollout.error is not None)[:SAMPLE]
+    return [call for rollout in chosen for call in (await control(client.rollout(rollout.id))).calls]
 
 
 def nothing(row: Row, skipped: int, failing: str | None) -> NothingToLearnError:

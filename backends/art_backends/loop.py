@@ -295,6 +295,9 @@ class _Loop:
     async def _check_calls(self, rollouts: Sequence[Rollout]) -> None:
         if not self._trainable:
             self._trainable = await checks.calls(self._client, rollouts, self._config.nodes)
+            odd = await checks.node_rewards(self._client, rollouts)
+            if odd is not None:
+                self._display.warn(odd)
 
     async def _train(self, step: int, rollout_ids: list[str]) -> StepOutcome:
         self._display.phase(f"step {step}: training", 0)

@@ -479,6 +479,15 @@ async def test_nodes_that_make_no_call_are_told_with_those_that_do(tmp_path):
     assert server.trained
 
 
+async def test_rewards_of_nodes_that_make_no_call_are_told_with_those_that_do(tmp_path):
+    server, notes = MemoryServer(), Notes()
+    turn = itertools.count()
+    parts = {"node/agnt": 1.0, "node/agent": 0.5, "node/model": 0.0}
+    await go(server, tmp_path, display=notes, reward=lambda run: {"reward": next(turn) % 2, **parts})
+    said = "the reward has node/agnt, and no call came from such a node; calls came from: agent/model"
+    assert notes.text.count(said) == 1
+
+
 async def test_an_agent_without_captured_calls_is_told(tmp_path):
     with pytest.raises(NothingToLearnError, match="no model call that was captured"):
         await go(MemoryServer(calls=False), tmp_path)
