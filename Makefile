@@ -13,7 +13,7 @@ OPENAI = 1.109.1 2.45.0# older SDKs, beside the newest of requirements.lock
 help:
 	@echo "make demo      train the quickstart agent on this machine's CPU and show before and after"
 	@echo "make test      the core tests"
-	@echo "make test-all  all tests: also those with a real language model and with killed processes"
+	@echo "make test-all  the long tests besides: whole runs, a real language model, killed processes"
 	@echo "make check     lint, types, tests"
 
 setup: .venv/.ready
@@ -53,8 +53,8 @@ $(CLIENTS)/.ready: .venv/.ready tests/clients/requirements.txt tests/clients/pac
 	@touch $@
 
 test-all: setup clients
-	@echo "== tests with a real language model and with killed processes"
-	@$(PYTEST) -m slow
+	@echo "== long tests: whole runs, a real language model, killed processes, clients of other projects"
+	@$(PYTEST) -n 2 -m slow
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -13,7 +13,7 @@ sys.path.insert(0, str(RECIPE))
 
 from game import Game, _slide  # noqa: E402 - of the recipe, which is no package
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ graph = builder.add_edge(START, "ask").compile(checkpointer=InMemorySaver())
         (["yes"], 0, "4 of 4 sampled tokens would train", ""),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_would_teach_nothing_is_no_success(
     project: Any, resume: list[str] | None, code: int, said: str, ended: str
 ) -> None:

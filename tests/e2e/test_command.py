@@ -85,6 +85,7 @@ def test_a_shell_script_is_trained_by_a_reward_function(project: Any) -> None:
     assert project.report()["version"] == "policy@2"
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_is_an_agent_that_fails(project: Any) -> None:
     (project.path / "agent.py").write_text(FAILING)
     done = project.call("art-backends", *arguments(project, f"{sys.executable} agent.py"), seconds=250)

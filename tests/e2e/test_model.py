@@ -77,6 +77,7 @@ async def test_a_loop_plays_trains_and_goes_on(tmp_path: Path, model: Path) -> N
     assert (tmp_path / "games/agent-1/versions/agent-1@3").is_dir()
 
 
+@pytest.mark.slow
 async def test_failures_are_bounded_and_never_trained(tmp_path: Path, model: Path) -> None:
     never = asyncio.Event()
     turn = itertools.count()

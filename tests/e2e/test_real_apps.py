@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 import art_langgraph
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 ROLLOUTS = 6  # two groups of three
 

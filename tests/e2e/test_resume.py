@@ -99,6 +99,7 @@ def release(project: Any) -> None:
     (project.path / "hold").unlink()
 
 
+@pytest.mark.slow
 def test_the_loop_is_killed_between_its_rollouts(
     project: Any, waiting: Callable[..., Any], to_end: Callable[..., Any]
 ) -> None:

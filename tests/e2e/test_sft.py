@@ -15,7 +15,7 @@ from art_backends.store import Store
 
 from tests.e2e.conftest import make_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOOL = {
     "type": "function",

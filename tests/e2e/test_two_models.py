@@ -11,7 +11,7 @@ import httpx
 import pytest
 from art_backends.store import Store
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 APP = '''
 """A writer, and a critic of another provider whose words the writer goes on from."""

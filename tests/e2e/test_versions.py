@@ -59,6 +59,7 @@ def test_list_and_compare(mine: Any) -> None:
     assert (missing.code, "no version policy@9" in missing.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_exports_load_elsewhere_and_say_the_same(mine: Any) -> None:
     """PEFT on the base model, the merged model by itself and the GGUF file are the same model; the base is another."""
     for arguments in (("adapter",), ("merged", "--merged"), ("gguf", "--gguf")):
@@ -88,6 +89,7 @@ def test_exports_load_elsewhere_and_say_the_same(mine: Any) -> None:
     assert (again.code, "not empty" in again.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_where_it_was_rolled_back_to(mine: Any) -> None:
     before = (mine.run / "versions/policy@1/adapter_model.safetensors").read_bytes()
     rolled = versions(mine, "rollback", "1")
@@ -105,6 +107,7 @@ def test_a_run_goes_on_from_where_it_was_rolled_back_to(mine: Any) -> None:
     assert (mine.run / "versions/policy@3").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_measured_anew_by_another_reward(mine: Any) -> None:
     was = mine.report()
     with (mine.path / "my_rewards.py").open("a") as file:

@@ -108,6 +108,7 @@ async def serve(
             server = _Server(
                 uvicorn.Config(
                     parts.asgi,
+                    http="httptools",
                     lifespan="off",
                     access_log=False,  # its lines would hold the tokens that stand in paths
                     log_config=None,

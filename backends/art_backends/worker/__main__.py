@@ -143,7 +143,9 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(app: Starlette, uds: Path, said: dict[str, Any]) -> None:
-    config = uvicorn.Config(app, uds=str(uds), access_log=False, log_config=None, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, uds=str(uds), http="httptools", access_log=False, log_config=None, timeout_graceful_shutdown=5
+    )
     server = _Server(config, said)
     when_input_ends(asyncio.get_running_loop(), lambda: setattr(server, "should_exit", True))
     await server.serve()

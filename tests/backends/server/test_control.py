@@ -83,7 +83,7 @@ BAD = [
         "POST",
         "/rollouts",
         b'{"policy": "policy", "purpose": "steal"}',
-        "purpose: Input should be 'train' or 'eval'",
+        "purpose: Input should be 'train', 'eval' or 'traffic'",
     ),
     ("POST", "/rollouts", b'{"policy": "policy", "step": 1e99}', "step: "),
     ("POST", "/rollouts/x/close", b'{"reward": NaN}', "reward: Input should be a finite number"),
