@@ -26,6 +26,7 @@ from art_backends.store.forgetting import BY_AGE
 log = logging.getLogger(__name__)
 
 DAY = 86400.0  # seconds
+LOOK_SECONDS = 60.0  # between two looks at what is too old: each goes through all rollouts
 REPORT = "report.json"
 FORGOTTEN = "forgotten"
 
@@ -49,6 +50,7 @@ class Retention:
         self._folder = folder
         self._keep_days = keep_days
         self._forget_calls = forget_calls
+        self._next = 0.0  # time.monotonic() of the next look at what is too old
 
     async def forget(self, subject: str) -> tuple[Forgotten, int]:
         """Delete all that is about a subject, open rollouts too; also how many examples went. StoreError."""
@@ -62,8 +64,9 @@ class Retention:
 
     async def expire(self) -> None:
         """Delete what is older than the settings allow."""
-        if self._keep_days is None:
+        if self._keep_days is None or time.monotonic() < self._next:
             return
+        self._next = time.monotonic() + LOOK_SECONDS
         while True:
             forgotten = await self._store.forget_before(time.time() - self._keep_days * DAY)
             self._done(forgotten)
