@@ -15,7 +15,9 @@ from typing import Any
 
 from art_backends.trajectories import CaptureLevel, Choice
 
-UNFINISHED = frozenset({None, "abort", "error"})  # an engine's word for an answer that it gave up, or none at all
+BROKEN = frozenset({"abort", "error"})  # an engine's word for an answer that it gave up: not the policy's doing
+UNFINISHED = BROKEN | {None}
+GIVEN_UP = "the engine did not end its answer"
 _JOINED = ("content", "reasoning", "reasoning_content", "refusal")
 
 

@@ -25,15 +25,13 @@ import orjson
 from art_backends.config import Limits
 from art_backends.proxy.identity import RolloutContext
 from art_backends.proxy.limits import Counters
+from art_backends.proxy.outcome import BROKEN
 from art_backends.proxy.prefix import RolloutIndex
 from art_backends.trajectories import Call, CallStatus, CaptureLevel, Node, Sampling
 
 log = logging.getLogger(__name__)
 
 RETRY, RERUN = "retry", "rerun"  # why a call is void: another took its place
-
-# Why an engine may end an answer that is not the policy's doing.
-_BROKEN_FINISH = frozenset({"abort", "error"})
 
 
 class CallStore(Protocol):
@@ -265,7 +263,7 @@ class Recorder:
 
 def _excluded(recording: Recording, call: Call) -> str | None:
     """The first reason that applies."""
-    broken = [choice.finish_reason for choice in call.choices if choice.finish_reason in _BROKEN_FINISH]
+    broken = [choice.finish_reason for choice in call.choices if choice.finish_reason in BROKEN]
     reasons = {
         "cancelled": call.status is CallStatus.CANCELLED,
         "error": call.status is CallStatus.ERROR,

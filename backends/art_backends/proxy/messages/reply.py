@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from art_backends.proxy import sse, wire
-from art_backends.proxy.outcome import UNFINISHED, add_tool_call
+from art_backends.proxy.outcome import GIVEN_UP, UNFINISHED, add_tool_call
 
 STOPS = {
     "stop": "end_turn",
@@ -27,7 +27,6 @@ STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
-_GIVEN_UP = "the engine did not end its answer"
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -82,7 +81,7 @@ class Reply:
         content += [_tool_use(call) for call in message.get("tool_calls") or ()]
         self._finish, self._stop = choice.get("finish_reason"), choice.get("stop_reason")
         if self._finish in UNFINISHED:
-            raise ValueError(_GIVEN_UP)
+            raise ValueError(GIVEN_UP)
         self._usage = data.get("usage") or {}
         self._refused, self._called_any = bool(message.get("refusal")), bool(message.get("tool_calls"))
         return orjson.dumps(self._message(content) | self._end() | {"usage": self._counts()})
@@ -122,7 +121,7 @@ class Reply:
         if self._broken:
             return b""
         if self._finish in UNFINISHED:
-            return self.broken(wire.envelope(502, _GIVEN_UP), b"")
+            return self.broken(wire.envelope(502, GIVEN_UP), b"")
         self._close()
         self._event("message_delta", delta=self._end(), usage=self._counts())
         self._event("message_stop")

@@ -17,12 +17,11 @@ from typing import Any
 import orjson
 
 from art_backends.proxy import sse, wire
-from art_backends.proxy.outcome import UNFINISHED, place_of_call
+from art_backends.proxy.outcome import GIVEN_UP, UNFINISHED, place_of_call
 
 Item = dict[str, Any]
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]
 
-_GIVEN_UP = "the engine did not end its answer"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # What a response says again of its request: the name, and what stands there if the request did not say.
 _ECHOED: dict[str, Any] = {
@@ -75,7 +74,7 @@ class Reply:
         """The response object."""
         choice = data["choices"][0]
         if choice.get("finish_reason") in UNFINISHED:
-            raise ValueError(_GIVEN_UP)
+            raise ValueError(GIVEN_UP)
         items = _Items()
         message = choice["message"]
         items.thought(message.get("reasoning") or message.get("reasoning_content") or "")
@@ -129,7 +128,7 @@ class Reply:
         if self._broken:
             return b""
         if self._finish in UNFINISHED:
-            return self.broken(wire.envelope(502, _GIVEN_UP), b"")
+            return self.broken(wire.envelope(502, GIVEN_UP), b"")
         self._complete(self._stream, self._finish, None)
         self._stream.event(f"response.{self._response['status']}", response=self._response)
         return self._stream.take()
