@@ -16,7 +16,7 @@ from art_backends.client import Forgotten
 from art_backends.display import plain_console
 from art_backends.errors import ConfigError
 from art_backends.server.folder import RunFolder
-from art_backends.server.retention import REPORT, drop_examples
+from art_backends.server.retention import FORGOTTEN, REPORT, drop_examples
 from art_backends.store import Store
 
 
@@ -60,7 +60,7 @@ def _offline(folder: Path, subject: str) -> Forgotten:
     try:
         store = Store.open(held.store)
         try:
-            store.close_open_rollouts(fault="forgotten", opened_before=float("inf"), subject=subject)
+            store.close_open_rollouts(fault=FORGOTTEN, opened_before=float("inf"), subject=subject)
             gone = store.forget(subject=subject)
         finally:
             store.close()

@@ -59,7 +59,12 @@ FORMATS = (
     _format(
         "github",
         r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})",
-        *("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+        "ghp_",
+        "gho_",
+        "ghu_",
+        "ghs_",
+        "ghr_",
+        "github_pat_",
     ),
     _format("gitlab", r"\bglpat-[A-Za-z0-9_-]{20,}", "glpat-"),
     _format("slack", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}", "xox"),

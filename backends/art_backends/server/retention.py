@@ -92,7 +92,8 @@ def drop_examples(report: Path, subject: str, forgotten: Forgotten) -> int:
         return 0
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{report}: its examples cannot be looked through: {error}; delete it by hand") from None
-    kept = [item for item in examples if not _about(item, subject, set(forgotten.scenarios))]
+    scenarios = set(forgotten.scenarios) - {""}
+    kept = [item for item in examples if not _about(item, subject, scenarios)]
     if len(kept) < len(examples):
         write_json(report, {**content, "examples": kept})
     return len(examples) - len(kept)
@@ -102,4 +103,4 @@ def _about(example: Any, subject: str, scenarios: set[str]) -> bool:
     scenario = example.get("scenario") if isinstance(example, dict) else None
     if not isinstance(scenario, dict):
         return False
-    return scenario.get("subject") == subject or (scenario.get("id") or "") in scenarios - {""}
+    return scenario.get("subject") == subject or scenario.get("id") in scenarios

@@ -152,10 +152,7 @@ class Sessions:
     async def close_about(self, subject: str, *, fault: str) -> None:
         """Close the open rollouts about somebody as faulty; ``subject`` is the digest."""
         for rollout_id in [key for key, about in self._subjects.items() if about == subject]:
-            try:
-                await self.close(rollout_id, fault=fault)
-            except NotFoundError:
-                self._forget(rollout_id)
+            await self._end(rollout_id, fault)
 
     async def expire(self) -> list[str]:
         """Close rollouts whose time is over as faulty; returns their ids."""
@@ -163,11 +160,15 @@ class Sessions:
         late = [rollout_id for rollout_id, session in self._open.items() if session[3] < now]
         for rollout_id in late:
             log.warning("rollout %s was not closed within %.0f s: closed as faulty", rollout_id, self.ttl())
-            try:
-                await self.close(rollout_id, fault="expired")
-            except NotFoundError:
-                self._forget(rollout_id)
+            await self._end(rollout_id, "expired")
         return late
+
+    async def _end(self, rollout_id: str, fault: str) -> None:
+        """Close a rollout as faulty, whether the store knows it or not."""
+        try:
+            await self.close(rollout_id, fault=fault)
+        except NotFoundError:
+            self._forget(rollout_id)
 
     def ttl(self) -> float:
         if self._ttl is not None:

@@ -76,11 +76,7 @@ class Database:
     def write(self) -> Iterator[sqlite3.Connection]:
         """One transaction: committed when the block ends, rolled back when it raises."""
         with self._lock, self._words("written"):
-            if self._broken is not None:
-                raise StoreError(self._broken)
-            if self._closed:
-                raise StoreError(f"{self.path}: the store is closed")
-            connection = self._writer
+            connection = self._writable()
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -90,16 +86,23 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
 
+    def _writable(self) -> sqlite3.Connection:
+        """The writer's connection; StoreError if nothing is written any more."""
+        if self._broken is not None:
+            raise StoreError(self._broken)
+        if self._closed:
+            raise StoreError(f"{self.path}: the store is closed")
+        return self._writer
+
     def wipe(self) -> None:
         """Rewrite the file without what was deleted from it, and empty the log beside it: nothing of it is left.
 
         StoreError if a reader needs the log for longer than BUSY_SECONDS.
         """
         with self._lock, self._words("written"):
-            if self._closed or self._broken is not None:
-                raise StoreError(self._broken or f"{self.path}: the store is closed")
-            self._writer.execute("VACUUM")
-            busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            connection = self._writable()
+            connection.execute("VACUUM")
+            busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if busy:
             raise StoreError(
                 f"{self.path}: deleted, but a reader still needs the log that has it ({self.path.name}-wal): ask again"
