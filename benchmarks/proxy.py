@@ -1,11 +1,13 @@
 """What the proxy costs, in one run: an engine that only answers, asked directly and through several proxies.
 
     python benchmarks/proxy.py [--json FILE] [--quick] [--seconds 5] [--repeats 3] [--litellm PYTHON]
+                               [--agent-lightning PYTHON]
 
 Plain and streamed (40 tokens), 1, 32 and 256 callers at once, prompts of 50 and of 30,000 tokens. ``floor`` is
 Starlette and aiohttp and nothing else; ``captured`` is this project's server with every call recorded durably,
 ``uncaptured`` the same server for an app's calls, which are not. With ``--litellm``, the interpreter of an environment
-that has ``litellm[proxy]``, that proxy as well. All servers have one worker; callers, proxy and engine share the
+that has ``litellm[proxy]``, that proxy as well; with ``--agent-lightning`` Agent Lightning's, which records, too (it
+asks for whole answers and makes streams of those). All servers have one worker; callers, proxy and engine share the
 machine, the same for each. Told are medians over ``--repeats``, in turn.
 
 Afterwards every captured call is looked for in the store (``lost``). ``--quick`` is one short repeat of few cases. It
@@ -37,6 +39,7 @@ from art_backends.client import Client
 from art_backends.trajectories import CallStatus
 
 SERVERS = Path(__file__).with_name("proxy_servers.py")
+AGENT_LIGHTNING = Path(__file__).with_name("agent_lightning_proxy.py")
 PROMPTS = {"small": 50, "large": 30_000}  # tokens
 CALLS = 8  # of one rollout
 
@@ -166,6 +169,8 @@ async def run(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     ]
     if options.litellm:
         targets.append(await litellm(stack, options.litellm, upstream))
+    if options.agent_lightning:
+        targets.append(agent_lightning(stack, options.agent_lightning, upstream))
     seconds, repeats = (1.0, 1) if options.quick else (options.seconds, options.repeats)
     found: dict[str, dict[str, list[Measured]]] = {}
     try:
@@ -207,6 +212,14 @@ async def litellm(stack: ExitStack, python: Path, upstream: str) -> Target:
                 await asyncio.sleep(0.5)
 
 
+def agent_lightning(stack: ExitStack, python: Path, upstream: str) -> Target:
+    """Agent Lightning's proxy for the same engine."""
+    port = free_port()
+    words = [str(AGENT_LIGHTNING), "--port", str(port), "--upstream", upstream]
+    said = stack.enter_context(server(*words, python=str(python)))
+    return Target("agent lightning", f"http://127.0.0.1:{port}{said['path']}", ["none"])
+
+
 def median(items: list[Measured]) -> Measured:
     return Measured(*(statistics.median(getattr(item, name) for item in items) for name in ("rps", "first", "whole")))
 
@@ -224,9 +237,11 @@ def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
         / (one["floor"]["whole"] - one["direct"]["whole"]),
         "ttft_added_ms": (one_stream["captured"]["first"] - one_stream["direct"]["first"]) * 1e3,
     }
-    if "litellm" in plain:
-        found["rps_ratio_to_litellm"] = plain["captured"]["rps"] / plain["litellm"]["rps"]
-        found["stream_rps_ratio_to_litellm"] = stream["captured"]["rps"] / stream["litellm"]["rps"]
+    for peer in ("litellm", "agent lightning"):
+        if peer in plain:
+            name = peer.replace(" ", "_")
+            found[f"rps_ratio_to_{name}"] = plain["captured"]["rps"] / plain[peer]["rps"]
+            found[f"stream_rps_ratio_to_{name}"] = stream["captured"]["rps"] / stream[peer]["rps"]
     return found
 
 
@@ -243,6 +258,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each case (default: 5)")
     parser.add_argument("--repeats", type=int, default=3, help="of each case, in turn (default: 3)")
     parser.add_argument("--litellm", type=Path, metavar="PYTHON", help="interpreter with litellm[proxy]")
+    parser.add_argument("--agent-lightning", type=Path, metavar="PYTHON", help="interpreter with agentlightning")
     options = parser.parse_args()
     with ExitStack() as stack:
         figures = asyncio.run(run(options, stack))

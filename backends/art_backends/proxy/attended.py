@@ -32,26 +32,32 @@ class Attended(Response):
         self._write_seconds = write_seconds
         self._started = False  # the client has a status line
         self._delivered = False  # the client has everything: its leaving means nothing any more
+        self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._observed:
             await self._attended(receive, send)
 
     async def _attended(self, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._work(send))
-        watch = asyncio.create_task(_gone(receive))
+        task = asyncio.current_task()
+        assert task is not None
+        watch = asyncio.create_task(self._watch(receive, task))
         try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not self._delivered:
-                work.cancel("the client went away")
-            await asyncio.wait((work,))
+            await self._work(send)
+            if self._gone:
+                await asyncio.sleep(0)  # the work ended just then: this is where the cancellation comes
+        except asyncio.CancelledError:
+            if not self._gone or task.uncancel() > 0:  # the server itself is being stopped
+                raise
         finally:
             watch.cancel()
-            if not work.done():  # the server itself is being stopped
-                work.cancel("the server is stopping")
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
+
+    async def _watch(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._delivered:
+            self._gone = True
+            task.cancel("the client went away")
 
     async def _work(self, send: Send) -> None:
         raise NotImplementedError
@@ -87,8 +93,3 @@ class Attended(Response):
                 await send(message)
         except TimeoutError:
             raise StuckClientError from None
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -2,7 +2,8 @@
 
 Metrics are counts, durations and gauges, without a model's, a rollout's or an app's name: their number is bounded.
 Spans are made where OpenTelemetry's API is installed and somebody has set up a tracer (``opentelemetry-instrument
-art-backends serve`` does), go on a trace that the client began, and are handed on to the engine.
+art-backends serve`` does), go on a trace that the client began, and are handed on to the engine. Without a tracer the
+client's own headers say which trace a call belongs to.
 
 It refuses to tell what was asked or said.
 """
@@ -86,7 +87,7 @@ class Observed:
         self._status: int | None = None
 
     def __enter__(self) -> Self:
-        if _tracing:
+        if _tracing and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
             tracer = trace.get_tracer("art_backends")
             attributes = {"gen_ai.operation.name": self._dialect, "gen_ai.request.model": self._model}
             self._span = self._stack.enter_context(

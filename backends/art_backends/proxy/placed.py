@@ -5,7 +5,6 @@ It refuses to know who answers: see ``exchange`` for the policy's engine, ``pass
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -70,17 +69,10 @@ class Placed(Attended):
             await self._answer(send, refusal.status, [(b"retry-after", str(refusal.retry_after).encode())], content)
 
     async def _begin(self, context: RolloutContext, sampling: Sampling) -> Recording:
-        """Write the call's intent. Cancelled meanwhile, it is written all the same: then it must have an outcome."""
-        beginning = asyncio.ensure_future(
-            self._services.recorder.begin(
-                context, request=self._recorded(), model=self._request["model"], sampling=sampling, **self._origin()
-            )
+        """Note the call's intent."""
+        self._recording = await self._services.recorder.begin(
+            context, request=self._recorded(), model=self._request["model"], sampling=sampling, **self._origin()
         )
-        try:
-            self._recording = await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            self._recording = await beginning
-            raise
         return self._recording
 
     def _origin(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The recorder: a call's intent before the engine is asked, its outcome before the agent may go on.
+"""The recorder: a call's intent when the engine is asked, its outcome before the agent may go on.
 
 It keeps the finished calls of live rollouts in memory (bounded; read from the store again after a restart or when a
 rollout was dropped), because the next call may continue one of them, and because what makes an earlier call void must
@@ -35,14 +35,15 @@ RETRY, RERUN = "retry", "rerun"  # why a call is void: another took its place
 
 
 class CallStore(Protocol):
-    """What the recorder needs of a store. Each method returns when the change is durable, or raises."""
+    """What the recorder needs of a store."""
 
-    async def begin_call(self, call: Call) -> None:
-        """Write an intent."""
+    def begin_call(self, call: Call) -> None:
+        """Note an intent: it is durable soon, unless the outcome is before."""
         ...
 
     async def finish_call(self, call: Call) -> None:
-        """Write an outcome in place of what is known of this call; may come again with a changed outcome."""
+        """Write an outcome in place of what is known of this call; may come again with a changed outcome. Returns when
+        it is durable, or raises."""
         ...
 
     async def calls(self, rollout_id: str) -> list[Call]:
@@ -62,9 +63,10 @@ class Recording:
     context: RolloutContext
     call: Call
     digest: bytes
-    known: bool = True  # the store has the intent
+    known: bool = True  # the store was told of it; not if its rollout had closed by then
     replaced: str | None = None  # RETRY or RERUN, once such a call has come
     continued: bool = False  # a later call begins with its tokens: the agent got its answer
+    voids: list[Recording] = field(default_factory=list)  # calls that it makes void: to be written with its outcome
 
 
 @dataclass(eq=False)
@@ -97,43 +99,34 @@ class Recorder:
         retry: int,
         sampling: Sampling,
     ) -> Recording:
-        """Write the intent; never raises for the store's sake. Every begin needs one ``end``."""
+        """Note the intent; never raises for the store's sake. Every begin needs one ``end``."""
         rollout = await self._rollout(context)
+        # no await from here on: who is cancelled has begun a call, or has not
+        call = Call.model_construct(
+            id=uuid.uuid4().hex,
+            rollout_id=context.id,
+            sequence=rollout.next,
+            model=model,
+            version=context.version,
+            node=node,
+            request=dict(request),
+            # said here, because pydantic looks up the signature of a default's factory each time
+            prompt_token_ids=[],
+            choices=[],
+            sampling=sampling,
+            retry=retry,
+            started=time.time(),
+        )
+        rollout.next += 1
         rollout.active += 1
-        try:
-            call = Call.model_construct(
-                id=uuid.uuid4().hex,
-                rollout_id=context.id,
-                sequence=rollout.next,
-                model=model,
-                version=context.version,
-                node=node,
-                request=dict(request),
-                # said here, because pydantic looks up the signature of a default's factory each time
-                prompt_token_ids=[],
-                choices=[],
-                sampling=sampling,
-                retry=retry,
-                started=time.time(),
-            )
-            rollout.next += 1
-            recording = Recording(context, call, digest(request))
-            replaced = _replaced(rollout, recording) if retry else None
-            void = _earlier_runs(rollout, node)
-            self._see(rollout, recording)
-            if replaced is not None:
-                await self._replace(replaced, RETRY)
-            for earlier in void:
-                await self._replace(earlier, RERUN)
-            try:
-                await self._store.begin_call(call)
-            except Exception as error:  # noqa: BLE001 - boundary: the agent is served whatever happens to the store
-                recording.known = False
-                if not context.closed:
-                    self._lost(context, "intent", error)
-        except BaseException:
-            rollout.active -= 1
-            raise
+        recording = Recording(context, call, digest(request), known=not context.closed)
+        if retry and (replaced := _replaced(rollout, recording)) is not None:
+            self._void(recording, replaced, RETRY)
+        for earlier in _earlier_runs(rollout, node):
+            self._void(recording, earlier, RERUN)
+        self._see(rollout, recording)
+        if recording.known:
+            self._store.begin_call(call)
         return recording
 
     def refused(self, context: RolloutContext, *, request: Mapping[str, Any], node: Node, retry: int) -> None:
@@ -154,10 +147,13 @@ class Recorder:
                 other.continued = True
 
     async def finish(self, recording: Recording, status: CallStatus, **changes: Any) -> None:
-        """Write the outcome; durable on return, or counted as lost. May be called again to correct the status."""
+        """Write the outcome, and which calls this one makes void; durable on return, or counted as lost. May be called
+        again to correct the status."""
         call = recording.call.model_copy(update={**changes, "status": status, "finished": time.time()})
         call = call.model_copy(update={"excluded": _excluded(recording, call)})
         recording.call = call
+        while recording.voids:
+            await self._write(recording.voids.pop())
         if call.status is CallStatus.OK and call.capture is CaptureLevel.TOKENS and recording.replaced is None:
             self._keep(self._rollouts[recording.context.id], call)
         await self._write(recording)
@@ -235,7 +231,7 @@ class Recorder:
         for known in rollout.kept:
             rollout.index.add(known)
 
-    async def _replace(self, earlier: Recording, why: str) -> None:
+    def _void(self, recording: Recording, earlier: Recording, why: str) -> None:
         earlier.replaced = why
         if earlier.call.status in (CallStatus.OK, CallStatus.OPEN):
             if why == RETRY:
@@ -244,7 +240,7 @@ class Recorder:
                 self._counters.reruns += 1
         if earlier.call.status is CallStatus.OK:
             earlier.call = earlier.call.model_copy(update={"excluded": why})
-            await self._write(earlier)
+            recording.voids.append(earlier)
 
     async def _write(self, recording: Recording) -> None:
         if not recording.known:

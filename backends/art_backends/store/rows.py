@@ -15,10 +15,19 @@ from art_backends.errors import StoreError
 from art_backends.store.codec import pack_floats, pack_ids, pack_json, unpack_floats, unpack_ids, unpack_json
 from art_backends.store.database import ConflictError
 from art_backends.store.deltas import Delta, Known, choose, keeps
-from art_backends.trajectories import Call, Choice, Rollout
+from art_backends.trajectories import Call, Choice, Record, Rollout
 
 _CALL_COLUMNS = ("id", "rollout_id", "sequence", "status", "version", "drifted", "excluded", "started", "finished")
 _CALL_REST = frozenset(Call.model_fields) - {*_CALL_COLUMNS, "request", "prompt_token_ids", "choices"}
+_USUAL = {name: Call.model_fields[name].get_default(call_default_factory=True) for name in _CALL_REST}
+_RECORDS = {name for name, value in _USUAL.items() if isinstance(value, Record)}
+_WRITTEN = (*_CALL_COLUMNS, "request_json", "prompt_token_ids", "facts_json")
+_WRITTEN += ("base", "base_choice", "shared_ids", "shared_messages")
+_INSERT = (
+    f"INSERT INTO calls (number, {', '.join(_WRITTEN)})"  # noqa: S608  literals all
+    f" VALUES (:number, {', '.join(':' + name for name in _WRITTEN)})"
+)
+_UPDATE = f"UPDATE calls SET {', '.join(f'{name} = :{name}' for name in _WRITTEN)} WHERE number = :number"  # noqa: S608
 _ROLLOUT_COLUMNS = ("id", "policy", "version", "purpose", "scenario_id", "step", "sample", "reward", "fault", "subject")
 BATCH = 500  # ids per IN (...): well under SQLite's limit of bound values
 
@@ -57,51 +66,39 @@ def rollout_of(row: sqlite3.Row, calls: Sequence[Call] = ()) -> Rollout:
     )
 
 
-def write_call(connection: sqlite3.Connection, call: Call, earlier: Sequence[Known] = ()) -> Known:
-    """Insert the call, or replace the one with its id, choices included, as the difference to one of ``earlier``.
+def write_call(
+    connection: sqlite3.Connection, call: Call, number: int, earlier: Sequence[Known] = (), *, again: Known | None
+) -> Known:
+    """Write the call, choices included, under its number, as the difference to one of ``earlier``.
 
-    Returns what later calls need to stand on it. ConflictError if it is replaced by a call on which those that
-    stand on it cannot stand.
+    ``again``: what was known of it, if it is written already; then it is replaced. Returns what later calls need to
+    stand on it. ConflictError if those that stand on it already cannot stand on the new one.
     """
-    number = _number(connection, call, earlier)
     known = Known.of(number, call)
+    if again is not None and not keeps(again, known) and _is_base(connection, number):
+        raise ConflictError(f"call {call.id} is written again with other tokens or messages, which later calls keep")
     delta = choose(known, earlier, call.continues)
-    facts = call.model_dump(mode="json", include=set(_CALL_REST))
     connection.execute(
-        "INSERT INTO calls (number, id, rollout_id, sequence, status, version, drifted, excluded, started, finished,"
-        " request_json, prompt_token_ids, facts_json, base, base_choice, shared_ids, shared_messages)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        " ON CONFLICT (id) DO UPDATE SET rollout_id = excluded.rollout_id, sequence = excluded.sequence,"
-        " status = excluded.status, version = excluded.version, drifted = excluded.drifted,"
-        " excluded = excluded.excluded, started = excluded.started, finished = excluded.finished,"
-        " request_json = excluded.request_json, prompt_token_ids = excluded.prompt_token_ids,"
-        " facts_json = excluded.facts_json, base = excluded.base, base_choice = excluded.base_choice,"
-        " shared_ids = excluded.shared_ids, shared_messages = excluded.shared_messages",
-        (
-            number,
-            call.id,
-            call.rollout_id,
-            call.sequence,
-            call.status.value,
-            call.version,
-            call.drifted,
-            call.excluded,
-            call.started,
-            call.finished,
-            pack_json(delta.request(call.request)),
-            pack_ids(call.prompt_token_ids[delta.ids :]),
-            pack_json(facts),
-            delta.base,
-            delta.choice,
-            delta.ids,
-            delta.messages,
-        ),
+        _INSERT if again is None else _UPDATE,
+        {
+            "number": number,
+            **{name: getattr(call, name) for name in _CALL_COLUMNS},
+            "status": call.status.value,
+            "request_json": pack_json(delta.request(call.request)),
+            "prompt_token_ids": pack_ids(call.prompt_token_ids[delta.ids :]),
+            "facts_json": pack_json(_facts(call)),
+            "base": delta.base,
+            "base_choice": delta.choice,
+            "shared_ids": delta.ids,
+            "shared_messages": delta.messages,
+        },
     )
-    connection.execute("DELETE FROM choices WHERE call = ?", (number,))
-    connection.executemany(
-        "INSERT INTO choices (call, position, choice_index, finish_reason, message_json, token_ids, logprobs)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [
+    if again is not None and again.choices:
+        connection.execute("DELETE FROM choices WHERE call = ?", (number,))
+    for position, choice in enumerate(call.choices):
+        connection.execute(
+            "INSERT INTO choices (call, position, choice_index, finish_reason, message_json, token_ids, logprobs)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 number,
                 position,
@@ -110,26 +107,28 @@ def write_call(connection: sqlite3.Connection, call: Call, earlier: Sequence[Kno
                 pack_json(choice.message),
                 pack_ids(choice.token_ids),
                 pack_floats(choice.logprobs),
-            )
-            for position, choice in enumerate(call.choices)
-        ],
-    )
+            ),
+        )
     return known
 
 
-def _number(connection: sqlite3.Connection, call: Call, earlier: Sequence[Known]) -> int:
-    """The call's number: the one it has, or the next."""
-    row = connection.execute("SELECT number FROM calls WHERE id = ?", (call.id,)).fetchone()
-    if row is None:
-        return int(connection.execute("SELECT coalesce(max(number), 0) + 1 FROM calls").fetchone()[0])
-    number = int(row[0])
-    if connection.execute("SELECT 1 FROM calls WHERE base = ? LIMIT 1", (number,)).fetchone():
-        written = next((other for other in earlier if other.number == number), None)
-        if written is None or not keeps(written, Known.of(number, call)):
-            raise ConflictError(
-                f"call {call.id} is written again with other tokens or messages, which later calls keep"
-            )
-    return number
+def _facts(call: Call) -> dict[str, Any]:
+    """The fields without a column of their own, but for those that have their usual value."""
+    found = {name: getattr(call, name) for name in _CALL_REST}
+    facts = {name: value for name, value in found.items() if value != _USUAL[name]}
+    for name in _RECORDS & facts.keys():
+        usual = vars(_USUAL[name])
+        facts[name] = {key: value for key, value in vars(facts[name]).items() if value != usual[key]}
+    return facts
+
+
+def _is_base(connection: sqlite3.Connection, number: int) -> bool:
+    return connection.execute("SELECT 1 FROM calls WHERE base = ? LIMIT 1", (number,)).fetchone() is not None
+
+
+def next_number(connection: sqlite3.Connection) -> int:
+    """The first number that no call has, nor any after it."""
+    return int(connection.execute("SELECT coalesce(max(number), 0) + 1 FROM calls").fetchone()[0])
 
 
 def known_of(connection: sqlite3.Connection, rollout_id: str) -> list[Known]:

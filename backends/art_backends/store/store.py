@@ -15,11 +15,11 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 from art_backends.redaction import Redactor
 from art_backends.store import forgetting, rows
@@ -72,13 +72,21 @@ class Token:
     created: float  # seconds since the epoch
 
 
+class CallWrite(NamedTuple):
+    """A call to be written: its intent, or its outcome."""
+
+    call: Call
+    begins: bool = False
+
+
 class Store:
     """See the module. Open with ``Store.open(path)``; thread-safe."""
 
     def __init__(self, database: Database, redactor: Redactor) -> None:
         self._database = database
         self._redactor = redactor
-        self._known: OrderedDict[str, dict[int, Known]] = OrderedDict()  # by rollout and number; of recent rollouts
+        self._known: OrderedDict[str, dict[str, Known]] = OrderedDict()  # by rollout and call; of recent rollouts
+        self._next_number: int | None = None  # of the next call that is new; None: the file knows
 
     @classmethod
     def open(cls, path: Path, redactor: Redactor | None = None) -> Store:
@@ -247,55 +255,86 @@ class Store:
 
     def begin_call(self, call: Call) -> None:
         """Write a call's intent. ConflictError if its rollout is closed (or unknown), or its id is taken."""
-        call = self._redactor.call(call)
-        with self._call_written(call) as connection:
-            if call.rollout_id is not None:
-                row = _rollout_row(connection, call.rollout_id)
-                if row is None or row["closed"]:
-                    state = "unknown" if row is None else "closed"
-                    raise ConflictError(f"call {call.id}: rollout {call.rollout_id} is {state}")
-            if connection.execute("SELECT 1 FROM calls WHERE id = ?", (call.id,)).fetchone():
-                raise ConflictError(f"call {call.id} has begun already")
-            self._write_call(connection, call)
+        self._write_one(CallWrite(call, begins=True))
 
     def finish_call(self, call: Call) -> None:
-        """Write a call's outcome in place of its intent; the same outcome again changes nothing.
+        """Write a call's outcome, in place of its intent if there is one; the same outcome again changes nothing.
 
         A call that ends after its rollout was closed is kept but marked ``excluded="late"``: what a closed rollout
         trains never changes any more.
         """
-        call = self._redactor.call(call)
-        with self._call_written(call) as connection:
-            row = None if call.rollout_id is None else _rollout_row(connection, call.rollout_id)
-            if row is not None and row["closed"]:
-                before = connection.execute("SELECT status FROM calls WHERE id = ?", (call.id,)).fetchone()
-                if before is not None and before[0] != CallStatus.OPEN.value:
-                    return
-                call = call.model_copy(update={"excluded": call.excluded or "late"})
-            self._write_call(connection, call)
+        self._write_one(CallWrite(call))
 
-    def _write_call(self, connection: sqlite3.Connection, call: Call) -> None:
-        """Write a call beside what is known of its rollout; the lock of the writer is held."""
-        if call.rollout_id is None:
-            rows.write_call(connection, call)
-            return
-        known = self._known.pop(call.rollout_id, None)
-        if known is None:
-            known = {item.number: item for item in rows.known_of(connection, call.rollout_id)}
-        written = rows.write_call(connection, call, [known[number] for number in sorted(known)])
-        self._known[call.rollout_id] = {**known, written.number: written}
-        if len(self._known) > KNOWN_ROLLOUTS:
-            self._known.popitem(last=False)
+    def write_calls(self, writes: Sequence[CallWrite]) -> list[Exception | None]:
+        """Intents and outcomes, in this order; what was wrong with each.
 
-    @contextmanager
-    def _call_written(self, call: Call) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes this call; if it fails, what is known of the rollout is read anew next time."""
+        One transaction, and as fast as one, unless something is wrong: then each has its own.
+        """
+        if len(writes) > 1:
+            with suppress(Exception):  # boundary: told below of those that it is the fault of
+                self._write_calls(writes)
+                return [None] * len(writes)
+        found: list[Exception | None] = []
+        for write in writes:
+            try:
+                self._write_one(write)
+                found.append(None)
+            except Exception as error:  # noqa: BLE001 - boundary: handed to who asked for this one
+                found.append(error)
+        return found
+
+    def _write_one(self, write: CallWrite) -> None:
+        self._write_calls([write])
+
+    def _write_calls(self, writes: Sequence[CallWrite]) -> None:
+        """One transaction; if it fails, what is known of the rollouts is read anew next time."""
         try:
             with self._database.write() as connection:
-                yield connection
+                for write in writes:
+                    self._write_call(connection, self._redactor.call(write.call), begins=write.begins)
         except BaseException:
-            self._known.pop(call.rollout_id or "", None)
+            self._next_number = None
+            for write in writes:
+                self._known.pop(write.call.rollout_id or "", None)
             raise
+
+    def _write_call(self, connection: sqlite3.Connection, call: Call, *, begins: bool) -> None:
+        """Write a call beside what is known of its rollout."""
+        closed = None if call.rollout_id is None else _closed(connection, call.rollout_id)
+        if begins and call.rollout_id is not None and closed is not False:
+            state = "unknown" if closed is None else "closed"
+            raise ConflictError(f"call {call.id}: rollout {call.rollout_id} is {state}")
+        earlier = self._calls_known(connection, call)
+        again = earlier.get(call.id)
+        if again is not None and begins:
+            raise ConflictError(f"call {call.id} has begun already")
+        if closed:
+            before = connection.execute("SELECT status FROM calls WHERE id = ?", (call.id,)).fetchone()
+            if before is not None and before[0] != CallStatus.OPEN.value:
+                return
+            call = call.model_copy(update={"excluded": call.excluded or "late"})
+        number = self._number(connection) if again is None else again.number
+        earlier[call.id] = rows.write_call(connection, call, number, list(earlier.values()), again=again)
+
+    def _calls_known(self, connection: sqlite3.Connection, call: Call) -> dict[str, Known]:
+        """What is known of the calls of a call's rollout, by id, in order of their numbers; to be added to."""
+        if call.rollout_id is None:  # it stands on nothing, and is written anew
+            connection.execute("DELETE FROM calls WHERE id = ? AND rollout_id IS NULL", (call.id,))
+            return {}
+        known = self._known.get(call.rollout_id)
+        if known is None:
+            known = {item.id: item for item in rows.known_of(connection, call.rollout_id)}
+            self._known[call.rollout_id] = known
+            if len(self._known) > KNOWN_ROLLOUTS:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(call.rollout_id)
+        return known
+
+    def _number(self, connection: sqlite3.Connection) -> int:
+        number = rows.next_number(connection) if self._next_number is None else self._next_number
+        self._next_number = number + 1
+        return number
 
     def calls(self, rollout_id: str) -> list[Call]:
         """The calls of a rollout in order of arrival."""
@@ -404,6 +443,12 @@ def _insert_token(
         "INSERT OR REPLACE INTO tokens (digest, kind, rollout_id, policy, created) VALUES (?, ?, ?, ?, ?)",
         (digest, kind, rollout_id, policy, time.time()),
     )
+
+
+def _closed(connection: sqlite3.Connection, rollout_id: str) -> bool | None:
+    """Whether a rollout is closed; None if there is none."""
+    row = connection.execute("SELECT closed FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+    return None if row is None else bool(row[0])
 
 
 def _rollout_row(connection: sqlite3.Connection, rollout_id: str) -> sqlite3.Row | None:

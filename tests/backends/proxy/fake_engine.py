@@ -246,14 +246,13 @@ class MemoryStore:
         self.finishing = asyncio.Event()
         self.allow = asyncio.Event()
         self.allow.set()
-        self.beginning = asyncio.Event()
-        self.allow_begin = asyncio.Event()
-        self.allow_begin.set()
+        self.reading = asyncio.Event()
+        self.allow_read = asyncio.Event()
+        self.allow_read.set()
 
-    async def begin_call(self, call: Call) -> None:
-        self.beginning.set()
-        await self.allow_begin.wait()
-        self._write("begin", call)
+    def begin_call(self, call: Call) -> None:
+        if not self.full:  # nobody is told of an intent that could not be written
+            self._write("begin", call)
 
     async def finish_call(self, call: Call) -> None:
         self.finishing.set()
@@ -261,6 +260,8 @@ class MemoryStore:
         self._write("finish", call)
 
     async def calls(self, rollout_id: str) -> list[Call]:
+        self.reading.set()
+        await self.allow_read.wait()
         return [call for call in self.by_id.values() if call.rollout_id == rollout_id]
 
     def _write(self, what: str, call: Call) -> None:

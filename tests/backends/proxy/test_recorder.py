@@ -181,10 +181,11 @@ async def test_memory_is_bounded(store: AsyncStore) -> None:
 
 
 class Broken:
-    async def begin_call(self, call: Call) -> None:
-        raise OSError(28, "no space left on device")
+    def begin_call(self, call: Call) -> None:
+        pass
 
-    finish_call = begin_call
+    async def finish_call(self, call: Call) -> None:
+        raise OSError(28, "no space left on device")
 
     async def calls(self, rollout_id: str) -> list[Call]:
         raise OSError(5, "input/output error")
@@ -194,7 +195,7 @@ async def test_a_broken_store_is_counted_and_marked_never_raised() -> None:
     to, where = recorder(Broken()), context()
     recording = await begin(to, where)
     await finish(to, recording)
-    assert where.capture_lost == 2  # the earlier calls and the intent
+    assert where.capture_lost == 2  # the earlier calls and the outcome
 
 
 def node(task: str, run: str | None) -> Node:
