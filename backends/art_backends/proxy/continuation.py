@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import orjson
+
 from art_backends.trajectories import Call, CallStatus, Choice
 
 Message = Mapping[str, Any]
@@ -43,8 +45,11 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(*parts: Any) -> bytes:
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    try:
+        text = orjson.dumps(parts, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # lone surrogates, long integers
+        text = json.dumps(parts, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def content_text(content: Any) -> str | None:

@@ -90,6 +90,8 @@ class EngineStream:
 
     async def drain(self, seconds: float = 1.0) -> None:
         """Read what is left of a body that has nothing more to say, so that its connection can be used again."""
+        if self._response.content.at_eof():
+            return
         try:
             with _failures():
                 async with asyncio.timeout(seconds):

@@ -55,6 +55,7 @@ class Observer:
             registry=self._registry,
         )
         self._registry.register(_Counts(snapshot))
+        self._kept: dict[tuple[str, str], tuple[Counter, Histogram, Histogram]] = {}  # looking one up takes a while
 
     def text(self) -> bytes:
         """All metrics."""
@@ -66,10 +67,14 @@ class Observer:
 
     def over(self, dialect: str, status: str, seconds: float, first: float | None) -> None:
         """A call is over."""
-        self._calls.labels(dialect, status).inc()
-        self._seconds.labels(dialect).observe(seconds)
+        kept = self._kept.get((dialect, status))
+        if kept is None:
+            kept = self._calls.labels(dialect, status), self._seconds.labels(dialect), self._first.labels(dialect)
+            self._kept[dialect, status] = kept
+        kept[0].inc()
+        kept[1].observe(seconds)
         if first is not None:
-            self._first.labels(dialect).observe(first)
+            kept[2].observe(first)
 
 
 class Observed:

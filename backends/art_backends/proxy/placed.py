@@ -76,5 +76,5 @@ class Placed(Attended):
         return self._recording
 
     def _origin(self) -> dict[str, Any]:
-        headers = dict(self._request_headers)
+        headers = {name: value for name, value in self._request_headers if name[:2] == "x-"}
         return {"node": wire.node(headers), "retry": wire.retry_count(headers)}

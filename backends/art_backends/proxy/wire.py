@@ -64,6 +64,7 @@ _TENSORS_REFUSED = "tensors are not taken; send text, or media as a data: URL"
 _DEPTH = 200  # levels of a request's body
 _WRITTEN = 253  # levels that orjson writes: what is made of a request has some of its own
 
+_NOWHERE = Node()
 ERROR_TYPES = {
     400: "invalid_request_error",
     404: "invalid_request_error",
@@ -113,6 +114,9 @@ def reply_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes
 
 def node(headers: Mapping[str, str]) -> Node:
     """Where in the agent's program the call comes from, as its hook says in ``x-art-…`` headers."""
+
+    if not any(name.startswith("x-art-") for name in headers):
+        return _NOWHERE
 
     def text(name: str) -> str | None:
         value = headers.get("x-art-" + name)

@@ -21,8 +21,8 @@ _CALL_COLUMNS = ("id", "rollout_id", "sequence", "status", "version", "drifted",
 _CALL_REST = frozenset(Call.model_fields) - {*_CALL_COLUMNS, "request", "prompt_token_ids", "choices"}
 _USUAL = {name: Call.model_fields[name].get_default(call_default_factory=True) for name in _CALL_REST}
 _RECORDS = {name for name, value in _USUAL.items() if isinstance(value, Record)}
-_WRITTEN = (*_CALL_COLUMNS, "request_json", "prompt_token_ids", "facts_json")
-_WRITTEN += ("base", "base_choice", "shared_ids", "shared_messages")
+_WRITTEN = [*_CALL_COLUMNS, "request_json", "prompt_token_ids", "facts_json"]
+_WRITTEN += ["base", "base_choice", "shared_ids", "shared_messages"]
 _INSERT = (
     f"INSERT INTO calls (number, {', '.join(_WRITTEN)})"  # noqa: S608  literals all
     f" VALUES (:number, {', '.join(':' + name for name in _WRITTEN)})"
