@@ -308,7 +308,8 @@ _KNOWN += [f"privacy.{name}" for name in Privacy.model_fields]
 # What whoever loads the model goes by; the adapter's shape with it, because all versions of a folder share one.
 MODEL_SETTINGS = frozenset({"base_model", "init_adapter", "chat_template", "rank", "alpha", "rslora", "target_modules"})
 MODEL_SETTINGS |= {"device", "dtype", "threads", "max_model_len"}
-MODEL_SETTINGS |= {"engine", "engine_url", "vllm", "vllm_args", "vllm_sleep"}
+ENGINE_SETTINGS = frozenset({"engine", "engine_url", "vllm", "vllm_args", "vllm_sleep"})
+MODEL_SETTINGS |= ENGINE_SETTINGS
 FILE_ONLY = frozenset({"providers", "limits", "privacy"})  # tables: they have no option
 
 

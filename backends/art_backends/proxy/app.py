@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -174,6 +175,10 @@ class Proxy:
     async def drain(self, seconds: float) -> bool:
         """Refuse new calls with 503, wait for those in flight. False if some were left after ``seconds``."""
         return await self._gate.drain(seconds)
+
+    def closed(self) -> AbstractAsyncContextManager[None]:
+        """Within it no call is in flight, and new ones wait: none fails."""
+        return self._gate.closed()
 
     @property
     def in_flight(self) -> int:

@@ -117,6 +117,17 @@ class Supervisor:
             "restarts": self.restarts,
         }
 
+    async def replace(self) -> None:
+        """Kill the child; from here on a new one is waited for, which the watch starts."""
+        if self._failure is not None:
+            return
+        self._up.clear()
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
     async def stop(self) -> None:
         """End the child: standard input closed and SIGTERM, SIGKILL after a grace."""
         self._stopping = True

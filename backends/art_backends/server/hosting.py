@@ -1,0 +1,254 @@
+"""What answers and what trains, by the setting ``engine``: which children there are, and whom the proxy asks.
+
+- *embedded*: one worker is engine and trainer.
+- *vLLM, managed*: a worker without an engine, and vLLM as a second child; both are watched and restarted.
+- *vLLM, attached*: a worker without an engine, and servers that run elsewhere: they are watched, never started.
+
+The worker is first in each case: it finds the base model, whose folder, length and chat template vLLM is started with,
+and tells its tokenizer, which vLLM does not.
+
+It refuses to decide what is loaded: ``on_return`` is what has to be done when an engine is there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from art_backends.config import TrainConfig
+from art_backends.engines.vllm import command, environment
+from art_backends.errors import ArtError, EngineError, ServerError, TrainingError
+from art_backends.proxy.engine_client import EngineClient
+from art_backends.server.folder import RunFolder
+from art_backends.server.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+TEMPLATE = "chat_template.jinja"  # in the run folder: what vLLM is told, where it is not the model's own
+VLLM_START_SECONDS = 1800.0  # large models are read and compiled for minutes
+SLEEP_SECONDS = 300.0  # until vLLM must sleep, or be awake again
+
+
+class Child(Protocol):
+    """What is needed of a supervised child; see ``supervisor.Supervisor``."""
+
+    socket: Path
+    ready: dict[str, Any]
+    on_restart: Callable[[], Awaitable[None]] | None
+    healthy: Callable[[], Awaitable[bool]] | None
+
+    async def start(self) -> None: ...
+    async def wait_ready(self, deadline: float) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    async def stop(self) -> None: ...
+
+
+MakeWorker = Callable[[TrainConfig, RunFolder], Child]
+
+
+class Hosting:
+    """The embedded engine; the others differ where they say so. ``start`` before anything else."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, make_worker: MakeWorker) -> None:
+        self._config = config
+        self._folder = folder
+        self.worker = make_worker(config, folder)
+        self.trainer = self._client(uds=str(self.worker.socket))  # takes the steps, tells the tokenizer
+        self.engine = self.trainer  # answers calls, loads adapters
+        self.digest = ""  # of the base model
+
+    async def start(self) -> None:
+        """Start the children, one after the other; raises what they say."""
+        log.info("loading %s", self._config.base_model)
+        await self.worker.start()
+        self.digest = str(self.worker.ready.get("digest"))
+        self.worker.healthy = self.trainer.healthy
+
+    def on_return(self, hook: Callable[[], Awaitable[None]]) -> None:
+        """``hook`` is awaited when an engine is there again, before calls are."""
+        self.worker.on_restart = hook
+
+    @property
+    def answering(self) -> Child:
+        """The child that is the engine."""
+        return self.worker
+
+    def up(self) -> bool:
+        """Whether the engine can be asked now."""
+        return bool(self.answering.state()["state"] == "up")
+
+    async def wait_ready(self, deadline: float) -> None:
+        """Wait until the engine can be asked; ArtError if it cannot within ``deadline`` seconds."""
+        await self.answering.wait_ready(deadline)
+
+    @asynccontextmanager
+    async def training(self, calls_wait: Callable[[], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
+        """While a step trains. ``calls_wait()`` makes new calls wait, once those in flight have ended."""
+        yield
+
+    def children(self) -> Sequence[Any]:
+        """Those that the status page shows, each with ``state()``."""
+        return [self.worker]
+
+    async def aclose(self) -> None:
+        """End what was started here."""
+        await self.trainer.aclose()
+        await self.worker.stop()
+
+    def _client(self, **where: str) -> EngineClient:
+        limits = self._config.limits
+        return EngineClient(**where, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
+
+
+class Served(EngineClient):
+    """A client of vLLM, whose tokenizer is told by the trainer's process: it has the model's files."""
+
+    def __init__(self, *, tokenizer: EngineClient, **more: Any) -> None:
+        super().__init__(**more)
+        self._told_by = tokenizer
+
+    async def tokenizer_info(self) -> dict[str, Any] | None:
+        return await self._told_by.tokenizer_info()
+
+    def forget_tokenizer(self) -> None:
+        self._told_by.forget_tokenizer()
+
+
+class Managed(Hosting):
+    """A vLLM that is a child of this process, on a socket of its own: its control routes are open to who reaches it."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, make_worker: MakeWorker) -> None:
+        environment.command(config.vllm)  # says what is missing before the worker has loaded anything
+        command.room(config.rank)
+        super().__init__(config, folder, make_worker)
+        self._vllm: Supervisor | None = None
+        self._hook: Callable[[], Awaitable[None]] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        ready = self.worker.ready
+        template, file = str(ready["chat_template"]), self._folder.path / TEMPLATE
+        own = bool(ready["own_template"])
+        if not own:
+            try:
+                file.write_text(template)
+            except OSError as error:
+                raise ServerError(f"{file}: cannot be written: {error.strerror}") from None
+        model = command.Model(Path(ready["model"]), int(ready["max_model_len"]), template, own)
+        gpu = environment.has_gpu(self._config.device)
+        how = command.start(self._config, model, template_file=file, gpu=gpu)
+        words = [sys.executable, "-m", "art_backends.engines.vllm.launcher"]
+        words += [f"--set={name}={value}" for name, value in how.variables.items()]
+        words += [f"--unset={name}" for name in how.without]
+        logs = self._folder.path / "logs" / "vllm.log"
+        log.info("starting vLLM, which writes to %s: %s", logs, " ".join(how.words))
+        child = Supervisor([*words, "--", *how.words], log_file=logs, name="vLLM", start_deadline=VLLM_START_SECONDS)
+        self._vllm = child
+        limits = self._config.limits
+        self.engine = Served(
+            tokenizer=self.trainer,
+            uds=str(child.socket),
+            event_bytes=limits.event_bytes,
+            reply_bytes=limits.reply_bytes,
+        )
+        child.on_restart = self._hook
+        await child.start()
+        child.healthy = self.engine.healthy
+        log.info("vLLM answers after %s s", child.ready.get("start_seconds"))
+
+    def on_return(self, hook: Callable[[], Awaitable[None]]) -> None:
+        self._hook = hook
+        if self._vllm is not None:
+            self._vllm.on_restart = hook
+
+    @property
+    def answering(self) -> Supervisor:
+        assert self._vllm is not None, "start() was not called"
+        return self._vllm
+
+    @asynccontextmanager
+    async def training(self, calls_wait: Callable[[], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
+        if not self._config.vllm_sleep:
+            yield
+            return
+        async with calls_wait():
+            await self._sleep()
+            try:
+                yield
+            finally:
+                await self._wake()
+
+    async def _sleep(self) -> None:
+        try:
+            async with asyncio.timeout(SLEEP_SECONDS):
+                await self.answering.wait_ready(SLEEP_SECONDS)
+                reply = await self.engine.post("/sleep?level=1", {})
+        except (TimeoutError, ArtError) as error:
+            await self._wake()  # it may have begun to
+            raise TrainingError(f"vLLM did not go to sleep before the step: {_why(error)}") from None
+        if reply.status != 200:
+            raise TrainingError(
+                f"vLLM refuses to sleep (HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}): "
+                "train without vllm_sleep"
+            )
+        log.info("vLLM sleeps while the step trains")
+
+    async def _wake(self) -> None:
+        """Wake it; one that does not wake is replaced by a new one: calls wait for that as after any crash."""
+        try:
+            async with asyncio.timeout(SLEEP_SECONDS):
+                reply = await self.engine.post("/wake_up", {})
+            if reply.status == 200:
+                return
+            problem = f"HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}"
+        except (TimeoutError, EngineError) as error:
+            problem = _why(error)
+        log.error("vLLM DID NOT WAKE UP after a step (%s): it is killed and started anew", problem)
+        await self.answering.replace()
+
+    def children(self) -> Sequence[Any]:
+        return [self.worker, *([] if self._vllm is None else [self._vllm])]
+
+    async def aclose(self) -> None:
+        if self._vllm is not None:
+            await self.engine.aclose()
+            await self._vllm.stop()
+        await super().aclose()
+
+
+def choose(config: TrainConfig, folder: RunFolder, make_worker: MakeWorker | None = None) -> Hosting:
+    """The hosting that the settings ask for."""
+    kind = Hosting if config.engine == "embedded" else Managed
+    return kind(config, folder, make_worker or worker)
+
+
+def worker(config: TrainConfig, folder: RunFolder) -> Supervisor:
+    """The worker's process, with an engine in it or not."""
+    words = [sys.executable, "-m", "art_backends.worker"]
+    options: dict[str, Any] = {
+        "--base-model": config.base_model,
+        "--name": config.name,
+        "--versions": folder.versions,
+        "--dtype": config.dtype,
+        "--device": config.device,
+        "--threads": config.threads,
+        "--max-model-len": config.max_model_len,
+    }
+    if config.chat_template is not None:
+        options["--chat-template"] = config.chat_template.expanduser().absolute()
+    for option, value in options.items():
+        words += [option, str(value)]
+    if config.engine != "embedded":
+        words += ["--no-engine"]
+    if config.vllm_sleep:
+        words += ["--release"]
+    return Supervisor(words, log_file=folder.path / "logs" / "worker.log", name="worker")
+
+
+def _why(error: BaseException) -> str:
+    return str(error) or "no answer"
