@@ -29,7 +29,7 @@ from art_backends.proxy.completions import Completions
 from art_backends.proxy.continuation import template_kwargs
 from art_backends.proxy.dialect import Dialect, Plain, Writer
 from art_backends.proxy.doors import Answer, Counting, Door, Doors
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity, RolloutContext, owner_of
 from art_backends.proxy.limits import Counters, Gate, Overloaded
@@ -56,7 +56,7 @@ _CLIENT_GONE = 499  # nobody reads it; the word is nginx's
 class EngineRenderer:
     """The engine's /tokenize and /detokenize as the exact prefixes need them."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def tokenize(
@@ -96,7 +96,7 @@ class Proxy:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         store: CallStore,
         *,
         policy: PolicyView,
@@ -191,6 +191,7 @@ class Proxy:
         longest = sorted(self._services.running.values(), key=lambda call: call[1])[:LONGEST]
         return {
             **self.counters.snapshot(),
+            **self._engine.figures(),
             "in_flight": self._gate.inside,
             "waiting": self._gate.waiting,
             "oldest": [{"rollout": rollout, "seconds": now - began} for rollout, began in longest],
