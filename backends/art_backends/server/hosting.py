@@ -17,13 +17,17 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from art_backends.config import TrainConfig
 from art_backends.engines.vllm import command, environment
-from art_backends.errors import ArtError, EngineError, ServerError, TrainingError
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.errors import ArtError, ConfigError, EngineError, ServerError, TrainingError
+from art_backends.proxy.engine import Engine
+from art_backends.proxy.engine_client import EngineClient, EngineReply
+from art_backends.proxy.replicas import Replicas
+from art_backends.server import fitting
 from art_backends.server.folder import RunFolder
 from art_backends.server.supervisor import Supervisor
 
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 
 TEMPLATE = "chat_template.jinja"  # in the run folder: what vLLM is told, where it is not the model's own
 VLLM_START_SECONDS = 1800.0  # large models are read and compiled for minutes
+REACH_SECONDS = 30.0  # until a server of the settings must have answered
 SLEEP_SECONDS = 300.0  # until vLLM must sleep, or be awake again
 
 
@@ -49,6 +54,8 @@ class Child(Protocol):
 
 
 MakeWorker = Callable[[TrainConfig, RunFolder], Child]
+OnReturn = Callable[[EngineClient | None], Awaitable[None]]
+"""What to do when an engine is there again: this one of several, or (None) the one there is."""
 
 
 class Hosting:
@@ -59,7 +66,7 @@ class Hosting:
         self._folder = folder
         self.worker = make_worker(config, folder)
         self.trainer = self._client(uds=str(self.worker.socket))  # takes the steps, tells the tokenizer
-        self.engine = self.trainer  # answers calls, loads adapters
+        self.engine: Engine = self.trainer  # answers calls, loads adapters
         self.digest = ""  # of the base model
 
     async def start(self) -> None:
@@ -69,9 +76,9 @@ class Hosting:
         self.digest = str(self.worker.ready.get("digest"))
         self.worker.healthy = self.trainer.healthy
 
-    def on_return(self, hook: Callable[[], Awaitable[None]]) -> None:
+    def on_return(self, hook: OnReturn) -> None:
         """``hook`` is awaited when an engine is there again, before calls are."""
-        self.worker.on_restart = hook
+        self.worker.on_restart = partial(hook, None)
 
     @property
     def answering(self) -> Child:
@@ -127,7 +134,7 @@ class Managed(Hosting):
         command.room(config.rank)
         super().__init__(config, folder, make_worker)
         self._vllm: Supervisor | None = None
-        self._hook: Callable[[], Awaitable[None]] | None = None
+        self._served: EngineClient | None = None
 
     async def start(self) -> None:
         await super().start()
@@ -150,21 +157,18 @@ class Managed(Hosting):
         child = Supervisor([*words, "--", *how.words], log_file=logs, name="vLLM", start_deadline=VLLM_START_SECONDS)
         self._vllm = child
         limits = self._config.limits
-        self.engine = Served(
+        self.engine = self._served = Served(
             tokenizer=self.trainer,
             uds=str(child.socket),
             event_bytes=limits.event_bytes,
             reply_bytes=limits.reply_bytes,
         )
-        child.on_restart = self._hook
         await child.start()
         child.healthy = self.engine.healthy
         log.info("vLLM answers after %s s", child.ready.get("start_seconds"))
 
-    def on_return(self, hook: Callable[[], Awaitable[None]]) -> None:
-        self._hook = hook
-        if self._vllm is not None:
-            self._vllm.on_restart = hook
+    def on_return(self, hook: OnReturn) -> None:
+        self.answering.on_restart = partial(hook, None)
 
     @property
     def answering(self) -> Supervisor:
@@ -187,7 +191,7 @@ class Managed(Hosting):
         try:
             async with asyncio.timeout(SLEEP_SECONDS):
                 await self.answering.wait_ready(SLEEP_SECONDS)
-                reply = await self.engine.post("/sleep?level=1", {})
+                reply = await self._control("/sleep?level=1")
         except (TimeoutError, ArtError) as error:
             await self._wake()  # it may have begun to
             raise TrainingError(f"vLLM did not go to sleep before the step: {_why(error)}") from None
@@ -202,7 +206,7 @@ class Managed(Hosting):
         """Wake it; one that does not wake is replaced by a new one: calls wait for that as after any crash."""
         try:
             async with asyncio.timeout(SLEEP_SECONDS):
-                reply = await self.engine.post("/wake_up", {})
+                reply = await self._control("/wake_up")
             if reply.status == 200:
                 return
             problem = f"HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}"
@@ -210,6 +214,10 @@ class Managed(Hosting):
             problem = _why(error)
         log.error("vLLM DID NOT WAKE UP after a step (%s): it is killed and started anew", problem)
         await self.answering.replace()
+
+    async def _control(self, path: str) -> EngineReply:
+        assert self._served is not None, "start() was not called"
+        return await self._served.post(path, {})
 
     def children(self) -> Sequence[Any]:
         return [self.worker, *([] if self._vllm is None else [self._vllm])]
@@ -221,9 +229,58 @@ class Managed(Hosting):
         await super().aclose()
 
 
+class Attached(Hosting):
+    """vLLM servers that somebody else keeps, on this machine or others: watched, never started or restarted."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, make_worker: MakeWorker) -> None:
+        super().__init__(config, folder, make_worker)
+        self._servers = [self._client(url=url) for url in config.engine_url]
+        self._replicas = Replicas(self._servers, tokenizer=self.trainer)
+        self.engine = self._replicas
+
+    async def start(self) -> None:
+        for server in self._servers:  # before the worker, which reads a model
+            await _reached(server)
+        await super().start()
+        for server in self._servers:
+            await fitting.check(server, server.address, self.trainer, self._config)
+        await self._replicas.start()
+
+    def on_return(self, hook: OnReturn) -> None:
+        self._replicas.on_back = hook
+
+    def up(self) -> bool:
+        return self._replicas.up
+
+    async def wait_ready(self, deadline: float) -> None:
+        await self._replicas.wait_ready(deadline)
+
+    async def aclose(self) -> None:
+        await self._replicas.aclose()
+        await super().aclose()
+
+
+async def _reached(server: EngineClient) -> None:
+    """ConfigError if nothing like an engine answers at an address of the settings."""
+    where = f"engine_url: {server.address}"
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            models = await server.models()
+    except TimeoutError:
+        raise ConfigError(f"{where} gave no answer within {REACH_SECONDS:.0f} s") from None
+    except EngineError as error:
+        if error.code == "engine_unreachable":
+            raise ConfigError(f"{where} cannot be reached: start vLLM there first, or correct the address") from None
+        raise ConfigError(f"{where} is no vLLM server: {error}") from None
+    if not models:
+        raise ConfigError(f"{where} is no vLLM server: its /v1/models names no model")
+
+
 def choose(config: TrainConfig, folder: RunFolder, make_worker: MakeWorker | None = None) -> Hosting:
     """The hosting that the settings ask for."""
-    kind = Hosting if config.engine == "embedded" else Managed
+    kind = Hosting
+    if config.engine == "vllm":
+        kind = Attached if config.engine_url else Managed
     return kind(config, folder, make_worker or worker)
 
 

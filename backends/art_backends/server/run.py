@@ -30,6 +30,7 @@ from art_backends.child import when_input_ends
 from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ConfigError, EngineError, ServerError, StoreError
 from art_backends.proxy.app import Proxy
+from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.providers import Providers
 from art_backends.redaction import Redactor, guard_logs
@@ -198,17 +199,17 @@ async def _parts(
             policies=policies,
             adapters=adapters,
             engine=engine,
+            engine_child=hosting,
+            trainer=hosting.trainer,
             worker=hosting.worker,
             versions=folder.versions,
-            trainer=hosting.trainer,
-            engine_child=hosting,
             training=lambda: hosting.training(proxy.closed),
         )
         stack.push_async_callback(steps.aclose)
         traffic = _traffic(config, store, policies, proxy)
         stack.push_async_callback(traffic.close_all)
 
-        async def restarted() -> None:
+        async def restarted(_: EngineClient | None) -> None:
             proxy.engine_changed()
             try:
                 await adapters.reload()

@@ -23,6 +23,7 @@ from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ArtError, EngineError, ServerError, StoreError, TrainingError, revive
 from art_backends.proxy import examples
 from art_backends.proxy.app import EngineRenderer
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.tail import Vocabulary
 from art_backends.server import worker_jobs
@@ -75,22 +76,22 @@ class Steps:
         store: AsyncStore,
         policies: PolicyTable,
         adapters: Adapters,
-        engine: EngineClient,
+        engine: Engine,
+        engine_child: WorkerChild,
+        trainer: EngineClient,
         worker: WorkerChild,
         versions: Path,
-        trainer: EngineClient | None = None,
-        engine_child: WorkerChild | None = None,
         training: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """``worker`` takes the steps, by way of ``trainer``; ``engine_child`` is what answers for ``engine`` (left out:
-        the same). ``training()`` surrounds each training."""
+        """``worker`` takes the steps, by way of ``trainer``; ``engine_child`` is what answers for ``engine``, which may
+        be the same. ``training()`` surrounds each training."""
         self._store = store
         self._policies = policies
         self._adapters = adapters
         self._engine = engine
-        self._trainer = trainer or engine
+        self._trainer = trainer
         self._worker = worker
-        self._engine_child = engine_child or worker
+        self._engine_child = engine_child
         self._training = training
         self._versions = versions
         self._job: Job | None = None
