@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ class EngineStream:
         self._response = response
         self._splitter = sse.Splitter(event_bytes)
         self._reply_bytes = reply_bytes
-        self._ahead: bytes | None = None  # a read that was only looked at
+        self._ahead: bytes | None = None  # reads that were only looked at
         self.status = response.status
         self.headers = [(name.lower(), value) for name, value in response.headers.items()]
         self.is_events = response.content_type == "text/event-stream"
@@ -83,11 +83,17 @@ class EngineStream:
             parts.append(part)
         return b"".join(parts)
 
-    async def peek(self) -> bytes:
-        """The first read, which stays to be read; none if the body is empty. EngineError."""
-        if self._ahead is None:
-            self._ahead = await self.next_read()
-        return self._ahead
+    async def peek(self, enough: Callable[[bytes], bool] = bool) -> bytes:
+        """The first reads until they are ``enough``, or all there is; they stay to be read. EngineError."""
+        ahead = self._ahead or b""
+        while not enough(ahead):
+            with _failures():
+                read = await self._response.content.readany()
+            if not read:
+                break
+            ahead += read
+        self._ahead = ahead
+        return ahead
 
     async def next_read(self, idle_seconds: float | None = None) -> bytes:
         """The bytes of the next read, as they are; none at the end. TimeoutError, EngineError."""

@@ -3,10 +3,10 @@
 A call goes to the server with the fewest calls in flight; those of a rollout go where its last one went, whose prefix
 cache knows how they begin, unless that server is out or has SLACK more in flight than another.
 
-A server is out as soon as it cannot be reached, breaks off before the first byte of an answer's body, or does not say
-in time that it is well. What was asked of it and has had no byte of an answer goes elsewhere, once to each server;
-what has had one fails as it would with one server. Whoever is out is asked for its health until it is well, is given
-the adapters (``on_back``), and takes calls again.
+A server is out as soon as it cannot be reached, breaks off before the first byte of an answer's body (of a stream:
+before the first token), or does not say in time that it is well. What was asked of it and has had none goes elsewhere,
+once to each server; what has had one fails as it would with one server. Whoever is out is asked for its health until
+it is well, is given the adapters (``on_back``), and takes calls again.
 
 A status is an answer, not a failure, with two exceptions while another server is up. 503: it says that nothing was
 done and that another try may be lucky; the next server is that try. Another status of 500 or more, or a stream that
@@ -30,7 +30,7 @@ from art_backends.proxy.engine_client import EngineClient, EngineStream
 
 log = logging.getLogger(__name__)
 
-SLACK = 4  # calls in flight that a rollout's server may have more than the one with the least, less one
+SLACK = 4  # a rollout leaves its server where that has so many more calls in flight than another
 ROLLOUTS = 10_000  # whose server is remembered
 UP_SECONDS = 10.0  # between two looks at a server that is up
 OUT_SECONDS = 2.0  # and at one that is out
@@ -40,6 +40,12 @@ _FAILED = frozenset({"engine_unreachable", "engine_interrupted"})
 _ERROR_EVENTS = (b'data: {"error"', b'data:{"error"')
 
 T = TypeVar("T")
+
+
+def _begun(content: bytes) -> bool:
+    """Whether the beginning of a stream may hold a token: an event, and not the one alone that names the role."""
+    events = content.count(b"\n\n") + content.count(b"\r\n\r\n")
+    return events > 1 or (events == 1 and b'"role"' not in content)
 
 
 class _ElsewhereError(Exception):
@@ -57,15 +63,14 @@ class _Replica:
         self.since = time.time()
         self.why: str | None = None  # it is out
         self.in_flight = 0
-        self.asked = 0
+        self.calls = 0  # it was asked
         self.moved = 0  # calls that went elsewhere
-        self.unanswered: set[asyncio.Timeout] = set()  # of requests that have had no byte; expired when it goes out
+        self.unanswered: set[asyncio.Timeout] = set()  # of requests without an answer; expired when it goes out
         self.look = asyncio.Event()  # look at its health now
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         self.in_flight += 1
-        self.asked += 1
         try:
             yield
         finally:
@@ -79,7 +84,7 @@ class _Replica:
             "since": self.since,
             "why": self.why,
             "in_flight": self.in_flight,
-            "asked": self.asked,
+            "calls": self.calls,
             "moved": self.moved,
         }
 
@@ -104,12 +109,10 @@ class Replicas:
         the servers do not tell; it is not closed here. ConfigError if two have one name, or there is none."""
         given = [client.address for client in clients] if names is None else list(names)
         twice = {name for name in given if given.count(name) > 1}
-        if twice or not given or len(given) != len(clients):
-            raise ConfigError(
-                f"engine_url: {', '.join(sorted(twice))} is given twice"
-                if twice
-                else "engine_url: give each one a name"
-            )
+        if twice:
+            raise ConfigError(f"engine_url: {', '.join(sorted(twice))} is given twice")
+        if not given or len(given) != len(clients):
+            raise ConfigError(f"engine_url: {len(clients)} servers have {len(given)} names")
         self.on_back: Callable[[EngineClient], Awaitable[None]] | None = None  # gives a server its adapters
         self._replicas = [_Replica(name, client) for name, client in zip(given, clients, strict=True)]
         self._tokenizer = tokenizer
@@ -182,7 +185,7 @@ class Replicas:
         first_byte_seconds: float | None = None,
         affinity: str | None = None,
     ) -> AsyncIterator[EngineStream]:
-        """POST JSON and yield once the first byte of the answer's body is there (of other statuses: the headers).
+        """POST JSON and yield once the answer's first byte is there, a stream's first token (else: the headers).
 
         TimeoutError after ``first_byte_seconds``, all servers together; EngineError 503 if none is left.
         """
@@ -190,10 +193,11 @@ class Replicas:
         async def work(replica: _Replica, tried: list[_Replica]) -> tuple[EngineStream, AsyncExitStack]:
             async with AsyncExitStack() as stack:
                 stack.enter_context(replica.busy())
+                replica.calls += 1
                 stream = await stack.enter_async_context(replica.client.open(path, content, headers))
-                first = await stream.peek() if stream.status == 200 else b""
-                if stream.status == 200 and stream.is_events and not first:
-                    raise EngineError("the engine's stream ended before its first event", 502, "engine_interrupted")
+                first = await stream.peek(_begun if stream.is_events else bool) if stream.status == 200 else b""
+                if stream.status == 200 and stream.is_events and not _begun(first):
+                    raise EngineError("the engine's stream ended before its first token", 502, "engine_interrupted")
                 if stream.status >= 500 or first.startswith(_ERROR_EVENTS):
                     await self._accept_failure(replica, stream.status, tried)
                 return stream, stack.pop_all()
@@ -290,14 +294,13 @@ class Replicas:
                 if error.code not in _FAILED:
                     raise
                 self._out(replica, str(error))
-            log.info("%s: a request goes elsewhere", replica.name)
         raise self._none_left()
 
     def _choose(self, affinity: str | None, tried: Sequence[_Replica]) -> _Replica | None:
         free = [replica for replica in self._replicas if replica.up and replica not in tried]
         if not free:
             return None
-        least = min(free, key=lambda replica: (replica.in_flight, replica.asked))
+        least = min(free, key=lambda replica: (replica.in_flight, replica.calls))
         home = None if affinity is None else self._homes.get(affinity)
         if home is not None and home in free and home.in_flight - least.in_flight < SLACK:
             return home
