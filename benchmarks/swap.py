@@ -150,9 +150,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         await asyncio.gather(*callers)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        unloaded = sorted(set(range(1, options.swaps + 1)) - parts.policies.loaded)
-        return {"engine": options.engine, "dtype": options.dtype, **await judged(parts), "seconds": round(took, 1),
-                "versions_unloaded": len(unloaded)}  # fmt: skip
+        await parts.adapters.unload_idle()
+        unloaded = set(range(1, options.swaps + 1)) - parts.policies.loaded
+        await engine.unload_adapter(version_name(parts.policies.name, parts.policies.newest))  # an attached one goes on
+        figures = {"engine": options.engine, "dtype": options.dtype, **await judged(parts)}
+        return {**figures, "seconds": round(took, 1), "versions_unloaded": len(unloaded)}
 
 
 async def judged(parts: Parts) -> dict[str, Any]:

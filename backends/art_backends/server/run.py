@@ -34,7 +34,7 @@ from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.providers import Providers
 from art_backends.redaction import Redactor, guard_logs
-from art_backends.server import app, origin, probe
+from art_backends.server import app, origin, probe, probe_reasoning, probe_sampling
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.server.control import Services
@@ -194,6 +194,8 @@ async def _parts(
         policies.capture, policies.exact_prompts = await probe.capture_level(engine, policies.base_id)
         if policies.capture is not CaptureLevel.TOKENS:
             log.warning("the engine gives %s only: calls are served, none can be trained", policies.capture)
+        defaults = await probe_sampling.defaults(engine, policies.base_id)
+        keep_reasoning = await probe_reasoning.may_be_kept(engine, policies.base_id)
         adapters = Adapters(engine, policies, folder.versions)
         await asyncio.to_thread(origin.place, config, folder.versions, model_digest)
         await reconcile(
@@ -213,7 +215,15 @@ async def _parts(
         stack.push_async_callback(steps.aclose)
         providers = Providers(config.providers)
         stack.push_async_callback(providers.aclose)
-        proxy = Proxy(engine, store, policy=policies, limits=limits, providers=providers)
+        proxy = Proxy(
+            engine,
+            store,
+            policy=policies,
+            limits=limits,
+            providers=providers,
+            defaults=defaults,
+            keep_reasoning=keep_reasoning,
+        )
         sessions.on_closed = proxy.forget
         traffic = _traffic(config, store, policies, proxy)
         stack.push_async_callback(traffic.close_all)

@@ -1,0 +1,99 @@
+"""Asks the engine what it samples with where a request says nothing: some apply the model's ``generation_config.json``.
+
+Nobody tells these defaults. So a call that says nothing is compared with one that says the neutral values; where they
+differ, the model's file is read and compared in the same way. The proxy then says them in every recorded call, which
+makes the record true whatever the engine does.
+
+It refuses to guess: defaults that cannot be found out are replaced by the neutral ones, and that is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from art_backends.errors import EngineError
+from art_backends.proxy.chat import NEUTRAL
+from art_backends.proxy.engine_client import EngineClient
+from art_backends.server.probe import PROBE_SECONDS
+
+log = logging.getLogger(__name__)
+
+SILENT: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **NEUTRAL}  # as OpenAI's API has them
+_FILE = "generation_config.json"
+_TOP = 5
+_TOLERANCE = 1e-2  # nats: the same call twice differs by less, a temperature of 0.9 by more
+_MESSAGES = [{"role": "user", "content": "Hello, hello"}]
+
+
+async def defaults(engine: EngineClient, model: str) -> dict[str, float]:
+    """The engine's own values of sampling parameters, by name; empty where a silent call is the neutral one.
+
+    EngineError if the engine is away.
+    """
+    said, neutral = await _likeliest(engine, model, {}), await _likeliest(engine, model, SILENT)
+    if said is None or neutral is None or _same(said, neutral):
+        return {}
+    found = await asyncio.to_thread(_read, await _root(engine, model))
+    if found is not None and _same(said, await _likeliest(engine, model, SILENT | found)):
+        log.info("calls that say nothing are sampled with the model's own settings: %s", found)
+        return SILENT | found
+    log.warning(
+        "the engine samples with defaults of its own, which it does not tell: calls that say nothing get the neutral "
+        "ones instead; start vLLM with --generation-config vllm"
+    )
+    return dict(SILENT)
+
+
+async def _likeliest(engine: EngineClient, model: str, sampling: dict[str, float]) -> dict[str, float] | None:
+    """Log-probabilities of the likeliest first tokens; None if the engine tells none."""
+    body = {"model": model, "messages": _MESSAGES, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP, **sampling}
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            status, _, reply = await engine.chat(body)
+        entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"] if status == 200 else []
+        return {str(entry["token"]): float(entry["logprob"]) for entry in entries[:_TOP]} or None
+    except TimeoutError:
+        raise EngineError(f"the engine gave no answer within {PROBE_SECONDS:.0f} s", 504, "engine_timeout") from None
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _same(one: dict[str, float], other: dict[str, float] | None) -> bool:
+    """Whether what both have is as likely; a token that only one of them may sample is a difference."""
+    return other is not None and all(
+        _close(one.get(token, -math.inf), other.get(token, -math.inf)) for token in _first(one) | _first(other)
+    )
+
+
+def _first(found: dict[str, float]) -> set[str]:
+    """All but the last one, which changes places with its equals."""
+    return set(sorted(found, key=lambda token: -found[token])[: _TOP - 2])
+
+
+def _close(one: float, other: float) -> bool:
+    impossible = -1000.0  # a token that is cut off; JSON has no infinity
+    return abs(one - other) < _TOLERANCE or max(one, other) < impossible
+
+
+async def _root(engine: EngineClient, model: str) -> str:
+    async with asyncio.timeout(PROBE_SECONDS):
+        models = await engine.models()
+    return next((str(item.get("root") or "") for item in models if item.get("id") == model), "")
+
+
+def _read(root: str) -> dict[str, float] | None:
+    """The sampling parameters of a model's folder; None where it is not on this machine or says none."""
+    try:
+        settings: Any = json.loads((Path(root) / _FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not root or not isinstance(settings, dict):
+        return None
+    named = {name: settings.get(name) for name in SILENT}
+    found = {name: value for name, value in named.items() if isinstance(value, int | float) and value is not True}
+    return found or None
