@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from art_backends.proxy.completions import Completions
 from art_backends.proxy.continuation import template_kwargs
 from art_backends.proxy.dialect import Dialect, Plain, Writer
 from art_backends.proxy.doors import Answer, Counting, Door, Doors
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity, RolloutContext, owner_of
 from art_backends.proxy.limits import Counters, Gate, Overloaded
@@ -55,7 +56,7 @@ _CLIENT_GONE = 499  # nobody reads it; the word is nginx's
 class EngineRenderer:
     """The engine's /tokenize and /detokenize as the exact prefixes need them."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def tokenize(
@@ -95,7 +96,7 @@ class Proxy:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         store: CallStore,
         *,
         policy: PolicyView,
@@ -183,6 +184,10 @@ class Proxy:
         """Refuse new calls with 503, wait for those in flight. False if some were left after ``seconds``."""
         return await self._gate.drain(seconds)
 
+    def closed(self) -> AbstractAsyncContextManager[None]:
+        """Within it no call is in flight, and new ones wait: none fails."""
+        return self._gate.closed()
+
     @property
     def in_flight(self) -> int:
         """Calls that hold a place now."""
@@ -194,6 +199,7 @@ class Proxy:
         longest = sorted(self._services.running.values(), key=lambda call: call[1])[:LONGEST]
         return {
             **self.counters.snapshot(),
+            **self._engine.figures(),
             "in_flight": self._gate.inside,
             "waiting": self._gate.waiting,
             "oldest": [{"rollout": rollout, "seconds": now - began} for rollout, began in longest],

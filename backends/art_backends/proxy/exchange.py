@@ -4,8 +4,9 @@ When the client goes away, the request to the engine is aborted and the call rec
 (the whole reply, or the last chunk and what ends a stream) is sent only after the outcome is durable, so an agent that
 goes on has a recorded past.
 
-It refuses to send anything twice, to hide a failure (a broken stream ends with an error event and a closed
-connection, never with ``[DONE]``), and to let trouble of the capture reach the agent.
+It refuses to send anything twice (``replicas`` may, as long as nothing of an answer has come), to hide a failure (a
+broken stream ends with an error event and a closed connection, never with ``[DONE]``), and to let trouble of the
+capture reach the agent.
 """
 
 from __future__ import annotations
@@ -108,10 +109,15 @@ class Exchange(Placed):
             async with asyncio.timeout(limits.first_byte_seconds):
                 prompt = await self._prompt()
             sent = self._shape(model, prompt)
-            headers = wire.request_headers(self._request_headers, None if self._context is None else self._context.id)
+            rollout = None if self._context is None else self._context.id
+            headers = wire.request_headers(self._request_headers, rollout)
             headers += self._observed.onward()
             async with services.engine.open(
-                self._endpoint.path, orjson.dumps(sent), headers, first_byte_seconds=limits.first_byte_seconds
+                self._endpoint.path,
+                orjson.dumps(sent),
+                headers,
+                first_byte_seconds=limits.first_byte_seconds,
+                affinity=rollout,
             ) as reply:
                 async with asyncio.timeout(limits.total_seconds):
                     if reply.status == 200 and reply.is_events:

@@ -22,7 +22,8 @@ import orjson
 from art_backends.errors import EngineError, TemplateError
 from art_backends.proxy import sse
 from art_backends.proxy.app import EngineRenderer
-from art_backends.proxy.engine_client import EngineClient, parse_json
+from art_backends.proxy.engine import Engine
+from art_backends.proxy.engine_client import parse_json
 from art_backends.proxy.tail import Setting, StandIn, Tails, Vocabulary
 from art_backends.server.probe import PROBE_SECONDS
 
@@ -44,7 +45,7 @@ _EVEN = 100.0  # a temperature at which both tokens are about as likely
 Seen = dict[tuple[int, ...], tuple[str, str]]  # by the tokens so far: what they were called (reasoning, content)
 
 
-async def may_be_kept(engine: EngineClient, model: str) -> bool:
+async def may_be_kept(engine: Engine, model: str) -> bool:
     """False if the engine misreads an answer behind a prompt that has an earlier answer's reasoning in it.
 
     EngineError if the engine is away.
@@ -63,7 +64,7 @@ async def may_be_kept(engine: EngineClient, model: str) -> bool:
     return True
 
 
-async def _ids(engine: EngineClient, text: str) -> list[int] | None:
+async def _ids(engine: Engine, text: str) -> list[int] | None:
     """The tokens of a text; None if the engine does not say."""
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -75,7 +76,7 @@ async def _ids(engine: EngineClient, text: str) -> list[int] | None:
     return None if reply is None else list(reply["tokens"])
 
 
-async def _read_alike(engine: EngineClient, model: str, start: str, end: str, opening: list[int]) -> bool:
+async def _read_alike(engine: Engine, model: str, start: str, end: str, opening: list[int]) -> bool:
     prompts = await _prompts(engine, start, end)
     word = await _ids(engine, "a")
     if prompts is None or not word:
@@ -91,7 +92,7 @@ async def _read_alike(engine: EngineClient, model: str, start: str, end: str, op
     return True
 
 
-async def _prompts(engine: EngineClient, start: str, end: str) -> tuple[list[int], list[int]] | None:
+async def _prompts(engine: Engine, start: str, end: str) -> tuple[list[int], list[int]] | None:
     """Token ids of two conversations before the model's second turn: its first one without, and with, reasoning."""
     renderer = EngineRenderer(engine)
     tails = Tails(renderer, Vocabulary(frozenset(), ()))
@@ -114,9 +115,7 @@ async def _prompts(engine: EngineClient, start: str, end: str) -> tuple[list[int
     return [*asked, *plain, *tail], [*asked, *thought, *tail]
 
 
-async def _seen(
-    engine: EngineClient, model: str, prompt: list[int], allowed: list[int], *, stream: bool
-) -> Seen | None:
+async def _seen(engine: Engine, model: str, prompt: list[int], allowed: list[int], *, stream: bool) -> Seen | None:
     """What the engine calls the tokens of some random answers; None if it takes no such request."""
     body: dict[str, Any] = {
         "model": model,
@@ -153,7 +152,7 @@ async def _seen(
     return seen
 
 
-async def _replies(engine: EngineClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _replies(engine: Engine, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """The whole reply, or every chunk. EngineError if it is refused."""
     if not body["stream"]:
         status, _, reply = await engine.chat(body)

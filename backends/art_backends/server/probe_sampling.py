@@ -18,7 +18,7 @@ from typing import Any
 
 from art_backends.errors import EngineError
 from art_backends.proxy.chat import NEUTRAL
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.engine import Engine
 from art_backends.server.probe import PROBE_SECONDS
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _TOLERANCE = 1e-2  # nats: the same call twice differs by less, a temperature of
 _MESSAGES = [{"role": "user", "content": "Hello, hello"}]
 
 
-async def defaults(engine: EngineClient, model: str) -> dict[str, float]:
+async def defaults(engine: Engine, model: str) -> dict[str, float]:
     """The engine's own values of sampling parameters, by name; empty where a silent call is the neutral one.
 
     EngineError if the engine is away.
@@ -49,7 +49,7 @@ async def defaults(engine: EngineClient, model: str) -> dict[str, float]:
     return dict(SILENT)
 
 
-async def _likeliest(engine: EngineClient, model: str, sampling: dict[str, float]) -> dict[str, float] | None:
+async def _likeliest(engine: Engine, model: str, sampling: dict[str, float]) -> dict[str, float] | None:
     """Log-probabilities of the likeliest first tokens; None if the engine tells none."""
     body = {"model": model, "messages": _MESSAGES, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP, **sampling}
     try:
@@ -80,7 +80,7 @@ def _close(one: float, other: float) -> bool:
     return abs(one - other) < _TOLERANCE or max(one, other) < impossible
 
 
-async def _root(engine: EngineClient, model: str) -> str:
+async def _root(engine: Engine, model: str) -> str:
     async with asyncio.timeout(PROBE_SECONDS):
         models = await engine.models()
     return next((str(item.get("root") or "") for item in models if item.get("id") == model), "")
