@@ -30,7 +30,7 @@ from art_backends.proxy.engine_client import EngineClient, EngineStream
 
 log = logging.getLogger(__name__)
 
-SLACK = 4  # calls in flight that a rollout's server may have more than the one with the least, less one
+SLACK = 4  # a rollout leaves its server where that has so many more calls in flight than another
 ROLLOUTS = 10_000  # whose server is remembered
 UP_SECONDS = 10.0  # between two looks at a server that is up
 OUT_SECONDS = 2.0  # and at one that is out
@@ -104,12 +104,10 @@ class Replicas:
         the servers do not tell; it is not closed here. ConfigError if two have one name, or there is none."""
         given = [client.address for client in clients] if names is None else list(names)
         twice = {name for name in given if given.count(name) > 1}
-        if twice or not given or len(given) != len(clients):
-            raise ConfigError(
-                f"engine_url: {', '.join(sorted(twice))} is given twice"
-                if twice
-                else "engine_url: give each one a name"
-            )
+        if twice:
+            raise ConfigError(f"engine_url: {', '.join(sorted(twice))} is given twice")
+        if not given or len(given) != len(clients):
+            raise ConfigError(f"engine_url: {len(clients)} servers have {len(given)} names")
         self.on_back: Callable[[EngineClient], Awaitable[None]] | None = None  # gives a server its adapters
         self._replicas = [_Replica(name, client) for name, client in zip(given, clients, strict=True)]
         self._tokenizer = tokenizer
@@ -290,7 +288,6 @@ class Replicas:
                 if error.code not in _FAILED:
                     raise
                 self._out(replica, str(error))
-            log.info("%s: a request goes elsewhere", replica.name)
         raise self._none_left()
 
     def _choose(self, affinity: str | None, tried: Sequence[_Replica]) -> _Replica | None:
