@@ -23,7 +23,7 @@ from art_backends.errors import EngineError, TemplateError
 from art_backends.proxy import sse
 from art_backends.proxy.app import EngineRenderer
 from art_backends.proxy.engine import Engine
-from art_backends.proxy.engine_client import parse_json
+from art_backends.proxy.engine_client import CHAT, parse_json
 from art_backends.proxy.tail import Setting, StandIn, Tails, Vocabulary
 from art_backends.server.probe import PROBE_SECONDS
 
@@ -160,6 +160,10 @@ async def _replies(engine: Engine, body: dict[str, Any]) -> AsyncIterator[dict[s
             raise EngineError(f"the engine refused a probe: {orjson.dumps(reply)[:300]!r}", status, "refused")
         yield reply
         return
-    async for data in engine.chat_stream(body):
-        if data != sse.DONE:
-            yield parse_json(data)
+    async with engine.open(CHAT, orjson.dumps(body)) as reply:
+        if reply.status != 200:
+            raise EngineError(f"the engine refused a probe: {(await reply.read())[:300]!r}", reply.status, "refused")
+        while (events := await reply.next_events(PROBE_SECONDS)) is not None:
+            for event in events:
+                if event.data is not None and event.data != sse.DONE:
+                    yield parse_json(event.data)

@@ -25,9 +25,11 @@ log = logging.getLogger(__name__)
 
 SILENT: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **NEUTRAL}  # as OpenAI's API has them
 _FILE = "generation_config.json"
-_TOP = 5
+_TOP, _TOKENS = 5, 8  # several tokens: a penalty for repetition shows late
 _TOLERANCE = 1e-2  # nats: the same call twice differs by less, a temperature of 0.9 by more
-_MESSAGES = [{"role": "user", "content": "Hello, hello"}]
+_MESSAGES = [{"role": "user", "content": "Write red, blue, red, blue, and go on."}]
+
+Said = list[dict[str, float]]  # at each place of an answer the likeliest tokens and their log-probabilities
 
 
 async def defaults(engine: Engine, model: str) -> dict[str, float]:
@@ -49,24 +51,33 @@ async def defaults(engine: Engine, model: str) -> dict[str, float]:
     return dict(SILENT)
 
 
-async def _likeliest(engine: Engine, model: str, sampling: dict[str, float]) -> dict[str, float] | None:
-    """Log-probabilities of the likeliest first tokens; None if the engine tells none."""
-    body = {"model": model, "messages": _MESSAGES, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP, **sampling}
+async def _likeliest(engine: Engine, model: str, sampling: dict[str, float]) -> Said | None:
+    """What might have been drawn, from one seed; None if the engine does not tell."""
+    body: dict[str, Any] = {"model": model, "messages": _MESSAGES, "max_tokens": _TOKENS, "seed": 7}
+    body |= {"logprobs": True, "top_logprobs": _TOP, **sampling}
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             status, _, reply = await engine.chat(body)
-        entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"] if status == 200 else []
-        return {str(entry["token"]): float(entry["logprob"]) for entry in entries[:_TOP]} or None
+        places = reply["choices"][0]["logprobs"]["content"] if status == 200 else []
+        return [
+            {str(entry["token"]): float(entry["logprob"]) for entry in place["top_logprobs"][:_TOP]} for place in places
+        ] or None
     except TimeoutError:
         raise EngineError(f"the engine gave no answer within {PROBE_SECONDS:.0f} s", 504, "engine_timeout") from None
     except (KeyError, IndexError, TypeError, ValueError):
         return None
 
 
-def _same(one: dict[str, float], other: dict[str, float] | None) -> bool:
-    """Whether what both have is as likely; a token that only one of them may sample is a difference."""
-    return other is not None and all(
-        _close(one.get(token, -math.inf), other.get(token, -math.inf)) for token in _first(one) | _first(other)
+def _same(one: Said, other: Said | None) -> bool:
+    """Whether the same was as likely at each place; a token that only one of them may sample is a difference."""
+    return (
+        other is not None
+        and len(one) == len(other)
+        and all(
+            _close(mine.get(token, -math.inf), theirs.get(token, -math.inf))
+            for mine, theirs in zip(one, other, strict=True)
+            for token in _first(mine) | _first(theirs)
+        )
     )
 
 
