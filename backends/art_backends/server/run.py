@@ -34,7 +34,7 @@ from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.providers import Providers
 from art_backends.redaction import Redactor, guard_logs
-from art_backends.server import app, origin, probe
+from art_backends.server import app, origin, probe, probe_reasoning, probe_sampling
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.server.control import Services
@@ -192,7 +192,15 @@ async def _parts(
         await _fixed_tokens(folder, store, sessions)
         providers = Providers(config.providers)
         stack.push_async_callback(providers.aclose)
-        proxy = Proxy(engine, store, policy=policies, limits=limits, providers=providers)
+        proxy = Proxy(
+            engine,
+            store,
+            policy=policies,
+            limits=limits,
+            providers=providers,
+            defaults=await probe_sampling.defaults(engine, policies.base_id),
+            keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id),
+        )
         sessions.on_closed = proxy.forget
         steps = Steps(
             store=store,
