@@ -27,9 +27,10 @@ from art_backends.errors import ArtError, ConfigError, EngineError, ServerError,
 from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient, EngineReply
 from art_backends.proxy.replicas import Replicas
-from art_backends.server import fitting
+from art_backends.server import fitting, probe
 from art_backends.server.folder import RunFolder
 from art_backends.server.supervisor import Supervisor
+from art_backends.trajectories import CaptureLevel
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,10 @@ class Hosting:
         await self.worker.start()
         self.digest = str(self.worker.ready.get("digest"))
         self.worker.healthy = self.trainer.healthy
+
+    async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
+        """What comes back of a call of the base ``model``, and whether exact prompts are taken."""
+        return await probe.capture_level(self.engine, model)
 
     def on_return(self, hook: OnReturn) -> None:
         """``hook`` is awaited when an engine is there again, before calls are."""
@@ -167,6 +172,9 @@ class Managed(Hosting):
         child.healthy = self.engine.healthy
         log.info("vLLM answers after %s s", child.ready.get("start_seconds"))
 
+    async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
+        return await _able(self.engine, model, "vllm_args")
+
     def on_return(self, hook: OnReturn) -> None:
         self.answering.on_restart = partial(hook, None)
 
@@ -246,6 +254,9 @@ class Attached(Hosting):
             await fitting.check(server, server.address, self.trainer, self._config)
         await self._replicas.start()
 
+    async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
+        return await _able(self.engine, model, "engine_url")
+
     def on_return(self, hook: OnReturn) -> None:
         self._replicas.on_back = hook
 
@@ -258,6 +269,20 @@ class Attached(Hosting):
     async def aclose(self) -> None:
         await self._replicas.aclose()
         await super().aclose()
+
+
+async def _able(engine: Engine, model: str, setting: str) -> tuple[CaptureLevel, bool]:
+    """What all servers of an engine do. ConfigError, before any rollout, for what training cannot do without, with the
+    option that brings it; what it can do without is logged."""
+    servers = engine.servers()
+    found = [await probe.abilities(server, model) for server in servers.values()]
+    for name, one in zip(servers, found, strict=True):
+        if one.fatal:
+            raise ConfigError(f"{setting}: {name} cannot be trained with: {'; '.join(one.fatal)}")
+        for problem in one.warnings:
+            log.warning("%s: %s", name, problem)
+    probe.agree(list(servers), found)
+    return found[0].capture, found[0].exact_prompts
 
 
 async def _reached(server: EngineClient) -> None:

@@ -157,7 +157,7 @@ class Fake:
     async def unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if self.loaded.pop(name, None) is None:
-            return refused(404, "not loaded", "not_found")
+            return refused(404, f"{name} is not loaded", "not_found")
         return Response("unloaded")
 
     async def sleep(self, request: Request) -> Response:
