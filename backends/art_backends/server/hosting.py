@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from art_backends.config import TrainConfig
 from art_backends.engines.vllm import command, environment
-from art_backends.errors import ArtError, ConfigError, EngineError, ServerError, TrainingError
+from art_backends.errors import ConfigError, EngineError, ServerError, TrainingError
 from art_backends.proxy.engine import Engine
-from art_backends.proxy.engine_client import EngineClient, EngineReply
+from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.replicas import Replicas
 from art_backends.server import fitting, probe
 from art_backends.server.folder import RunFolder
@@ -196,45 +196,40 @@ class Managed(Hosting):
                 await self._wake()
 
     async def _sleep(self) -> None:
-        try:
-            async with asyncio.timeout(SLEEP_SECONDS):
-                await self.answering.wait_ready(SLEEP_SECONDS)
-                reply = await self._control("/sleep?level=1")
-        except (TimeoutError, ArtError) as error:
+        await self.answering.wait_ready(VLLM_START_SECONDS)
+        problem = await self._refuses("/sleep?level=1")
+        if problem is not None:
             await self._wake()  # it may have begun to
-            raise TrainingError(f"vLLM did not go to sleep before the step: {_why(error)}") from None
-        if reply.status != 200:
-            raise TrainingError(
-                f"vLLM refuses to sleep (HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}): "
-                "train without vllm_sleep"
-            )
+            raise TrainingError(f"vLLM did not go to sleep before the step ({problem}): train without vllm_sleep")
         log.info("vLLM sleeps while the step trains")
 
     async def _wake(self) -> None:
         """Wake it; one that does not wake is replaced by a new one: calls wait for that as after any crash."""
+        await self.answering.wait_ready(VLLM_START_SECONDS)  # it may have died meanwhile: the new one is awake
+        problem = await self._refuses("/wake_up")
+        if problem is not None:
+            log.error("vLLM DID NOT WAKE UP after a step (%s): it is killed and started anew", problem)
+            await self.answering.replace()
+
+    async def _refuses(self, path: str) -> str | None:
+        """Why vLLM does not do what it is told, or None."""
+        assert self._served is not None, "start() was not called"
         try:
             async with asyncio.timeout(SLEEP_SECONDS):
-                reply = await self._control("/wake_up")
-            if reply.status == 200:
-                return
-            problem = f"HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}"
-        except (TimeoutError, EngineError) as error:
-            problem = _why(error)
-        log.error("vLLM DID NOT WAKE UP after a step (%s): it is killed and started anew", problem)
-        await self.answering.replace()
-
-    async def _control(self, path: str) -> EngineReply:
-        assert self._served is not None, "start() was not called"
-        return await self._served.post(path, {})
+                reply = await self._served.post(path, {})
+        except TimeoutError:
+            return f"no answer within {SLEEP_SECONDS:.0f} s"
+        except EngineError as error:
+            return str(error)
+        return None if reply.status == 200 else f"HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}"
 
     def children(self) -> Sequence[Any]:
         return [self.worker, *([] if self._vllm is None else [self._vllm])]
 
     async def aclose(self) -> None:
-        if self._vllm is not None:
-            await self.engine.aclose()
-            await self._vllm.stop()
-        await super().aclose()
+        await self.engine.aclose()
+        # at once: each has some seconds to end in order, and whoever waits for us has not many
+        await asyncio.gather(*([] if self._vllm is None else [self._vllm.stop()]), super().aclose())
 
 
 class Attached(Hosting):
@@ -330,7 +325,3 @@ def worker(config: TrainConfig, folder: RunFolder) -> Supervisor:
     if config.vllm_sleep:
         words += ["--release"]
     return Supervisor(words, log_file=folder.path / "logs" / "worker.log", name="worker")
-
-
-def _why(error: BaseException) -> str:
-    return str(error) or "no answer"

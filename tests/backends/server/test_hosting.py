@@ -157,7 +157,7 @@ async def test_a_vllm_that_cannot_sleep_is_said(start: Any, engine: Engine) -> N
     async with start({"engine": "vllm", "vllm": engine.command(), "vllm_sleep": True}) as server:
         ids = await server.collect(1)
         engine.fault("refuse_sleep")
-        with pytest.raises(TrainingError, match=r"vLLM refuses to sleep \(HTTP 404: .*train without vllm_sleep"):
+        with pytest.raises(TrainingError, match=r"vLLM did not go to sleep .*\(HTTP 404: .*train without vllm_sleep"):
             await server.client.train_step(1, server.config, rollout_ids=ids)
         assert (await server.chat(server.agent, "hi")).status_code == 200
         outcome = await server.client.train_step(1, server.config, rollout_ids=ids)
