@@ -199,7 +199,8 @@ class Managed(Hosting):
         await self.answering.wait_ready(VLLM_START_SECONDS)
         problem = await self._refuses("/sleep?level=1")
         if problem is not None:
-            await self._wake()  # it may have begun to
+            if not problem.startswith("HTTP 4"):  # it may have begun to
+                await self._wake()
             raise TrainingError(f"vLLM did not go to sleep before the step ({problem}): train without vllm_sleep")
         log.info("vLLM sleeps while the step trains")
 
