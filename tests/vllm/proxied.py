@@ -17,7 +17,7 @@ from art_backends.proxy.app import Proxy
 from art_backends.proxy.doors import Door
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity, RolloutContext
-from art_backends.server import probe
+from art_backends.server import probe, probe_reasoning, probe_sampling
 from art_backends.server.adapters import Adapters
 from art_backends.server.policy import PolicyTable
 from art_backends.store import AsyncStore
@@ -155,10 +155,11 @@ class Proxied:
 
 
 @asynccontextmanager
-async def proxied(vllm: Vllm, folder: Path, **settings: Any) -> AsyncIterator[Proxied]:
-    """The parts, wired as the server wires them; what is in ``settings`` is the proxy's."""
+async def proxied(vllm: Vllm, folder: Path, *, probed: bool = False) -> AsyncIterator[Proxied]:
+    """The parts, wired as the server wires them; ``probed``: what the engine does by itself is found out first."""
     tokenizer = AutoTokenizer.from_pretrained(vllm.model, local_files_only=True)
-    vocabulary = Vocabulary(tokenizer)
+    ends = json.loads((vllm.model / "generation_config.json").read_bytes()).get("eos_token_id") or []
+    vocabulary = Vocabulary(tokenizer, eos_token_ids=[ends] if isinstance(ends, int) else ends)
     told = {"special_tokens": vocabulary.control_strings, "eos_token_ids": sorted(vocabulary.eos_token_ids)}
     engine = Engine(str(vllm.socket), told)
     store = await AsyncStore.open(folder / "store.sqlite")
@@ -166,7 +167,13 @@ async def proxied(vllm: Vllm, folder: Path, **settings: Any) -> AsyncIterator[Pr
     versions.mkdir(exist_ok=True)
     policies = PolicyTable("policy", base_model=await probe.base_id(engine))
     policies.capture, policies.exact_prompts = await probe.capture_level(engine, policies.base_id)
-    proxy = Proxy(engine, store, policy=policies, **settings)
+    proxy = Proxy(
+        engine,
+        store,
+        policy=policies,
+        defaults=await probe_sampling.defaults(engine, policies.base_id) if probed else None,
+        keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id) if probed else True,
+    )
     identities: dict[str, Identity] = {"agent": Identity("agent")}
 
     def through(door: Door) -> Callable[[Request], Awaitable[Response]]:
