@@ -150,6 +150,7 @@ async def test_a_killed_engine_loses_no_call_that_had_no_token_and_comes_back(tm
             await until(lambda: callers.whole >= CALLERS and left.in_flight >= 4)
             assert callers.problems == []
             made[0].signal(signal.SIGSTOP)  # what comes now waits there without a token
+            tasks += [asyncio.create_task(callers.run(CALLERS + number)) for number in range(CALLERS)]
             await until(lambda: len(left.unanswered) >= 3)
             waiting = len(left.unanswered)
             talking = left.in_flight - waiting

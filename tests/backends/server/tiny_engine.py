@@ -1,6 +1,6 @@
 """The embedded engine with a tiny random model, always the same one, as a process of its own on a Unix socket.
 
-``python -m tests.backends.server.tiny_engine --uds SOCKET``; says "ready" when it listens, ends with its standard input.
+``python -m tests.backends.server.tiny_engine --uds SOCKET``; says "ready" when it listens, ends with its input.
 """
 
 import argparse
