@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -101,8 +102,15 @@ class Proxy:
         policy: PolicyView,
         limits: Limits | None = None,
         providers: Providers | None = None,
+        defaults: Mapping[str, float] | None = None,
+        keep_reasoning: bool = True,
     ) -> None:
+        """``defaults``: what the engine samples with where a request is silent. ``keep_reasoning``: whether an answer
+        with reasoning may stand in a later prompt as it was sampled (see ``prefix.Prefixer``). The server asks the
+        engine for both.
+        """
         self.limits = limits or Limits()
+        self._keep_reasoning = keep_reasoning
         self.counters = Counters()
         self._engine = engine
         self._policy = policy
@@ -124,6 +132,7 @@ class Proxy:
             limits=self.limits,
             counters=self.counters,
             observer=self._observer,
+            defaults=dict(defaults or {}),
         )
         self.doors = Doors(self._doors())
 
@@ -174,6 +183,10 @@ class Proxy:
     async def drain(self, seconds: float) -> bool:
         """Refuse new calls with 503, wait for those in flight. False if some were left after ``seconds``."""
         return await self._gate.drain(seconds)
+
+    def closed(self) -> AbstractAsyncContextManager[None]:
+        """Within it no call is in flight, and new ones wait: none fails."""
+        return self._gate.closed()
 
     @property
     def in_flight(self) -> int:
@@ -335,6 +348,7 @@ class Proxy:
                 eos_ids=vocabulary.eos_ids,
                 special_tokens=vocabulary.special_tokens,
                 history=kind,
+                keep_reasoning=self._keep_reasoning,
             )
         if earlier is not None:
             try:

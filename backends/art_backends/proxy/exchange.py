@@ -92,13 +92,16 @@ class Exchange(Placed):
 
     def _shape(self, model: str, prompt: Prompt | None) -> dict[str, Any]:
         context = self._context
-        return self._endpoint.shape(
+        sent = self._endpoint.shape(
             self._request,
             model=model,
             captured=context is not None,
             overrides=None if context is None else context.sampling(),
             prompt=prompt,
         )
+        if context is not None:  # said in so many words, so that what is recorded is what is in force
+            sent.update({name: value for name, value in self._services.defaults.items() if sent.get(name) is None})
+        return sent
 
     async def _ask(self, send: Send, model: str) -> None:
         services, limits = self._services, self._services.limits

@@ -59,4 +59,5 @@ class Services:
     limits: Limits
     counters: Counters
     observer: Observer
+    defaults: dict[str, float] = field(default_factory=dict)  # what the engine samples with where a request is silent
     running: dict[int, tuple[str | None, float]] = field(default_factory=dict)  # id → rollout, time.monotonic()
