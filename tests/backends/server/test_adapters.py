@@ -33,16 +33,20 @@ class Server(Fake):
         self.well = True
         self.salts: list[str] = []
         self.loads: list[str] = []
+        self.paths: list[str] = []
         self.loading = asyncio.Event()
         self.allow = asyncio.Event()
         self.allow.set()
 
     async def load(self, request: Request) -> Response:
-        self.loads.append((await request.json())["lora_name"])
+        body = await request.json()
+        self.loads.append(body["lora_name"])
+        self.paths.append(body["lora_path"])
         self.loading.set()
         await self.allow.wait()
         if self.refusal is not None:
-            return refused(*self.refusal, "InternalServerError")
+            code, message = self.refusal
+            return refused(code, message, "InternalServerError")
         return await super().load(request)
 
     async def chat(self, request: Request) -> Response:
@@ -170,6 +174,7 @@ async def test_without_a_server_there_is_no_swap(site: Site) -> None:
 async def test_what_is_the_server_s_matter_is_said_with_what_to_do(
     site: Site, refusal: tuple[int, str], hint: str
 ) -> None:
+    (site.folder / "policy@1" / "adapter_model.safetensors").touch()
     for server in site.servers:
         server.refusal = refusal
     with pytest.raises(EngineError, match=hint) as error:
@@ -182,8 +187,29 @@ async def test_a_name_of_somebody_else_s_is_not_believed(site: Site) -> None:
     for server in site.servers:
         server.loaded["policy@1"] = "/another/run/policy@1"
     await site.adapters.load(1)
-    path = str(site.folder / "policy@1")
-    assert [server.loaded["policy@1"] for server in site.servers] == [path] * 2
+    assert [Path(server.loaded["policy@1"]) for server in site.servers] == [site.folder / "policy@1"] * 2
+
+
+async def test_other_weights_under_a_name_are_loaded_from_a_path_of_another_spelling(site: Site) -> None:
+    """vLLM's prefix cache goes by name and path, and outlives the adapter."""
+    (site.folder / "policy@1" / "adapter_model.safetensors").write_bytes(b"one")
+    site.servers[0].broken.add("policy@1")
+    site.servers[1].broken.add("policy@1")
+    with pytest.raises(AdapterError):
+        await site.adapters.load(1)
+    tried = site.servers[0].paths[0]
+    site.adapters.set_aside(1, "broken")
+    site.make(1)
+    (site.folder / "policy@1" / "adapter_model.safetensors").write_bytes(b"another")
+    for server in site.servers:
+        server.broken.clear()
+    await site.adapters.load(1)
+    made_again = site.servers[0].paths[-1]
+    assert made_again != tried
+    assert Path(made_again) == Path(tried) == site.folder / "policy@1"
+    site.servers[1].loaded.clear()
+    await site.adapters.reload(site.clients[1])
+    assert site.servers[1].paths[-1] == made_again, "the same weights are spelled alike"
 
 
 async def test_a_server_that_comes_back_has_what_the_others_have(site: Site) -> None:
