@@ -16,6 +16,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -314,10 +315,15 @@ class EngineClient:
         if reply.status != 200:
             if first:
                 del self._adapters[name]  # nothing of it was loaded
-            raise _refused(reply, f"loading {name} from {path}")
+            raise _refused(reply, f"loading {name} from {PurePath(path)}")
 
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter's name; calls in flight finish. EngineError if it is not there (404)."""
+    async def unload_adapter(self, name: str, *, used: bool = True) -> None:
+        """Forget an adapter's name; calls in flight finish. EngineError if it is not there (404).
+
+        ``used=False``: no call was answered with it; the name is free for other weights.
+        """
+        if not used:
+            self._adapters.pop(name, None)
         reply = await self.post("/v1/unload_lora_adapter", {"lora_name": name})
         if reply.status != 200:
             raise _refused(reply, f"unloading {name}")

@@ -2,12 +2,19 @@
 
 Each version has its own immutable name, never loaded in place. A version becomes the newest only after it answered a
 probe at every server of the engine: all or nothing. A server that cannot be reached meanwhile is taken out, and is
-given what it missed before it comes back. It refuses to decide what to train or to keep on disk.
+given what it missed before it comes back.
+
+A server may live longer than a run, and vLLM's prefix cache finds what an adapter of some name and path has computed
+even after that was unloaded. So the path is spelled by what the files hold: other weights under a name that was there
+before, of a folder that was begun anew, are never answered from the old ones' cache.
+
+It refuses to decide what to train or to keep on disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import Mapping
@@ -24,6 +31,7 @@ from art_backends.trajectories import version_name, version_number
 log = logging.getLogger(__name__)
 
 LOAD_SECONDS = 120.0
+WEIGHTS = "adapter_model.safetensors"
 NOT_TAKEN = "adapter_not_taken"  # code of the refusals that are a server's matter: the files may be in order
 
 
@@ -104,7 +112,11 @@ class Adapters:
         path = self._folder / name
         if path.is_symlink() or read_version(self._folder, self._policies.name, version) is None:
             raise AdapterError(f"{path}: there is no usable version here")
-        verdicts = await asyncio.gather(*(self._give(server, name, path) for server in servers.values()))
+        try:
+            spelled = await asyncio.to_thread(_spelled, path)
+        except OSError as error:
+            raise AdapterError(f"{path}: cannot be read: {error.strerror}") from None
+        verdicts = await asyncio.gather(*(self._give(server, name, path, spelled) for server in servers.values()))
         told = dict(zip(servers, verdicts, strict=True))
         refused = {server: error for server, error in told.items() if error is not None and not _is_away(error)}
         taken = [server for server, error in told.items() if error is None]
@@ -113,30 +125,30 @@ class Adapters:
                 self._engine.take_out(servers[server], f"{name} could not be loaded: {error}")
         if refused:
             for server in taken:
-                await self._forget(servers[server], name)
+                await self._forget(servers[server], name, used=False)
             raise _refusal(name, refused, alone=not taken)
         if not taken:
             away = [error for error in verdicts if error is not None]
             raise away[0] if away else EngineError("no engine server takes calls", 503, "engine_unreachable")
 
-    async def _give(self, server: EngineClient, name: str, path: Path) -> ArtError | None:
+    async def _give(self, server: EngineClient, name: str, path: Path, spelled: str) -> ArtError | None:
         """Load and try an adapter at one server; what is wrong, or None. Nothing of it stays there if it is refused."""
         try:
-            await self._place(server, name, path)
+            await self._place(server, name, path, spelled)
             await probe.adapter_answers(server, name)
         except (AdapterError, EngineError) as error:
             if not _is_away(error):
-                await self._forget(server, name)
+                await self._forget(server, name, used=False)
             return error
         return None
 
-    async def _place(self, server: EngineClient, name: str, path: Path) -> None:
+    async def _place(self, server: EngineClient, name: str, path: Path, spelled: str) -> None:
         ours = (server, name) in self._given
         self._given.add((server, name))
         while True:
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
-                    await server.load_adapter(name, str(path))
+                    await server.load_adapter(name, spelled)
             except TimeoutError:
                 said = f"the engine did not load {name} in {LOAD_SECONDS:.0f} s"
                 raise EngineError(said, 504, "engine_timeout") from None
@@ -158,7 +170,7 @@ class Adapters:
             return error
         if "enable-lora" in said or "not enabled" in said or "Not Found" in said:
             hint = "start it with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
-        elif error.status == 404:
+        elif error.status == 404 and (path / WEIGHTS).exists():
             hint = f"it must see {path.parent} under this very path: on another machine that takes a shared folder"
         elif "max_lora_rank" in said:
             hint = "start it with a --max-lora-rank of at least the adapter's"
@@ -166,11 +178,11 @@ class Adapters:
             return AdapterError(f"{path}: {said}")
         return EngineError(f"{said}; {hint}", 400, NOT_TAKEN)
 
-    async def _forget(self, server: EngineClient, name: str) -> bool:
+    async def _forget(self, server: EngineClient, name: str, *, used: bool = True) -> bool:
         """Unload a name; whether it is gone."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await server.unload_adapter(name)
+                await server.unload_adapter(name, used=used)
         except (EngineError, TimeoutError) as error:
             if not isinstance(error, EngineError) or error.status != 404:
                 log.warning("%s stays loaded at %s: %s", name, server.address, error or "no answer")
@@ -186,6 +198,16 @@ class Adapters:
             number = version_number(self._policies.name, name)
             if number is not None and model.get("parent") and number not in self._policies.loaded:
                 await self._forget(server, name)
+
+
+def _spelled(path: Path) -> str:
+    """The path, then 32 bits of a digest of what lies there as ``/.`` or ``/``, which lead nowhere else. OSError."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("adapter_*")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    bits = int.from_bytes(digest.digest()[:4], "big")
+    return str(path) + "".join("/." if bits >> place & 1 else "/" for place in range(32))
 
 
 def _is_away(error: ArtError) -> bool:
