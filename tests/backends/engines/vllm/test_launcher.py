@@ -64,19 +64,19 @@ def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     yield found
     for process in found:
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
 
 
 def launch(started, tmp_path: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     command = [*LAUNCHER, *options, "--", *words, "--uds", str(tmp_path / "s.sock")]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "log").open("ab"),
-        text=True,
-        env={**os.environ, "SECRET_OF_OURS": "1"},
-    )
+    environment = {**os.environ, "SECRET_OF_OURS": "1"}
+    with (tmp_path / "log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
     started.append(process)
     return process
 
@@ -155,7 +155,9 @@ def test_a_killed_server_leaves_no_vllm_behind(started, tmp_path, program):
     """The server of the test is a process that holds the launcher's standard input and is killed."""
     words = [*LAUNCHER, "--", sys.executable, str(program), str(tmp_path), "--uds", str(tmp_path / "s.sock")]
     code = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); p.wait()"
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     started.append(process)
     assert said(process)["ready"] is True
     process.kill()
