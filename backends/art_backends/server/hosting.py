@@ -112,9 +112,9 @@ class Hosting:
         await self.trainer.aclose()
         await self.worker.stop()
 
-    def _client(self, **where: str) -> EngineClient:
+    def _client(self, *, uds: str | None = None, url: str | None = None) -> EngineClient:
         limits = self._config.limits
-        return EngineClient(**where, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
+        return EngineClient(uds=uds, url=url, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
 
 
 class Served(EngineClient):
