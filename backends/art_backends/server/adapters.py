@@ -114,8 +114,8 @@ class Adapters:
             raise AdapterError(f"{path}: there is no usable version here")
         try:
             spelled = await asyncio.to_thread(_spelled, path)
-        except OSError as error:
-            raise AdapterError(f"{path}: cannot be read: {error.strerror}") from None
+        except OSError as problem:
+            raise AdapterError(f"{path}: cannot be read: {problem.strerror}") from None
         verdicts = await asyncio.gather(*(self._give(server, name, path, spelled) for server in servers.values()))
         told = dict(zip(servers, verdicts, strict=True))
         refused = {server: error for server, error in told.items() if error is not None and not _is_away(error)}

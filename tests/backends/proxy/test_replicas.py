@@ -22,6 +22,7 @@ from tests.backends.proxy.fake_engine import (
     WAIT,
     Behaviour,
     FakeEngine,
+    after_release,
     answer,
     chunks,
     collect,
@@ -146,13 +147,13 @@ async def test_a_rollout_stays_at_its_server_unless_that_is_much_busier() -> Non
         assert sorted(f.asked()) == [0, 5]
         home = f.asked().index(5)
         for number in range(module.SLACK - 1):
-            f.engines[home].script.append(hang)
+            f.engines[home].script.append(after_release("later"))
             opening = f.replicas.open(CHAT, PLAIN, affinity="r1")
             busy.push_async_callback(_ended, asyncio.create_task(_enter(opening)))
             await until(lambda number=number: f.replicas.state()[home]["in_flight"] == number + 1)
         await ask(f.replicas, affinity="r1")
         assert f.asked()[1 - home] == 0, f"{module.SLACK - 1} more are not too many"
-        f.engines[home].script.append(hang)
+        f.engines[home].script.append(after_release("later"))
         busy.push_async_callback(_ended, asyncio.create_task(_enter(f.replicas.open(CHAT, PLAIN, affinity="r1"))))
         await until(lambda: f.replicas.state()[home]["in_flight"] == module.SLACK)
         await ask(f.replicas, affinity="r1")
@@ -295,10 +296,11 @@ async def test_a_failure_is_an_answer_of_a_server_that_is_well(fault: str) -> No
 async def test_other_statuses_are_answers() -> None:
     async with fleet() as f:
         for code in (400, 404, 429):
-            f.engines[0].script.append(status(code, ERROR))
-            f.engines[1].script.append(status(code, ERROR))
+            for engine in f.engines:
+                engine.script.clear()
+                engine.script.append(status(code, ERROR))
             assert (await ask(f.replicas))[0] == code
-        assert sum(f.asked()) == 3
+        assert (sum(f.asked()), f.states()) == (3, ["up", "up"])
 
 
 @pytest.mark.parametrize("health", ["hangs", "says no", "is no more"])
@@ -308,7 +310,7 @@ async def test_what_a_server_that_is_not_well_has_not_answered_goes_elsewhere(he
         first.script.append(sse(chunks("Hello", {}), hold_after=2))  # it has told a token
         stream: EngineStream = await s.enter_async_context(f.replicas.open(CHAT, STREAM))
         first.script.extend([hang, hang])
-        f.engines[1].script.append(hang)
+        f.engines[1].script.append(after_release("later"))
         waiting = [asyncio.create_task(ask(f.replicas)) for _ in range(3)]
         await until(lambda: sum(f.asked()) == 4)
         stuck = f.asked()[0] - 1

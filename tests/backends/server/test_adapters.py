@@ -263,7 +263,7 @@ async def test_an_idle_version_stays_if_nobody_unloads_it(site: Site) -> None:
     await site.adapters.load(3)
     site.policies.move(3)
 
-    async def down(*_: Any) -> None:
+    async def down(*_: Any, **__: Any) -> None:
         raise EngineError("the engine cannot be reached", 503, "engine_unreachable")
 
     for client in site.clients:

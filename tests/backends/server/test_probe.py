@@ -139,9 +139,10 @@ async def found(toy: Toy) -> Abilities:
 def embedded() -> Iterator[Any]:
     from art_backends.engines.embedded.app import create_app
     from art_backends.engines.embedded.core import Engine
+    from art_backends.engines.embedded.render import HERMES_PATH
 
-    tokenizer = make_tokenizer()
-    engine = Engine(make_model(vocab_size=len(tokenizer)), max_model_len=256)
+    tokenizer = make_tokenizer(HERMES_PATH.read_text())
+    engine = Engine(make_model(vocab_size=len(tokenizer)), max_model_len=512)
     engine.start()
     yield create_app(engine, tokenizer, base_name="base", vocab_size=len(tokenizer))
     asyncio.run(engine.close())
@@ -155,7 +156,7 @@ async def test_the_embedded_engine_does_all(embedded: Any) -> None:
     assert does.problems == []
     assert (does.capture, does.exact_prompts, does.tokenizes, does.tools) == (CaptureLevel.TOKENS, True, True, True)
     assert (does.processed, does.neutral, does.lora) == (True, True, None)
-    assert (does.model, does.root, does.max_model_len) == ("base", "base", 256)
+    assert (does.model, does.root, does.max_model_len) == ("base", "base", 512)
     assert len(does.prompt) > 3
     agree(["a", "b"], [does, does])
 

@@ -13,11 +13,12 @@ import torch
 import uvicorn
 from art_backends.engines.embedded.app import create_app
 from art_backends.engines.embedded.core import Engine
+from art_backends.engines.embedded.render import HERMES_PATH
 
 from tests.backends.engines.conftest import make_model
 from tests.backends.engines.embedded.conftest import make_tokenizer
 
-LIMIT = 400
+LIMIT = 512
 
 
 class Server(uvicorn.Server):
@@ -39,7 +40,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(HERMES_PATH.read_text())
     engine = Engine(make_model(vocab_size=len(tokenizer)), max_model_len=LIMIT)
     engine.start()
     app = create_app(engine, tokenizer, base_name="base", vocab_size=len(tokenizer))
