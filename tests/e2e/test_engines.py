@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STAND_IN = Path(__file__).with_name("standin_vllm.py")
 
 
@@ -72,7 +72,6 @@ def test_a_run_on_a_server_elsewhere(project: Any, elsewhere: str) -> None:
     assert project.state(4)["config"]["engine"] == "embedded"
 
 
-@pytest.mark.slow
 def test_a_run_on_a_vllm_that_is_started_here(project: Any) -> None:
     command = shlex.join([sys.executable, str(STAND_IN), "serve"])
     words = project.training("--engine", "vllm", "--vllm", command, "--max-sampler-kl", "0.001")
