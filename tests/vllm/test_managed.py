@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from art_backends.client import Client, OpenRollout
 from art_backends.config import TrainConfig
 from art_backends.errors import ConfigError
 from art_backends.server.run import serve
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.e2e.conftest import make_model
+from tests.e2e.conftest import make_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
 PROMPTS = ["Say a word.", "Say another one."]
@@ -25,7 +27,18 @@ PROMPTS = ["Say a word.", "Say another one."]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    """A random Llama whose heads are as wide as vLLM's attention for CPUs wants them."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.1, **sizes, **heads, **ends)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 class Run:

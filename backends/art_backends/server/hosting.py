@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from art_backends.config import TrainConfig
 from art_backends.engines.vllm import command, environment
+from art_backends.engines.vllm.said import last_error
 from art_backends.errors import ConfigError, EngineError, ServerError, TrainingError
 from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 TEMPLATE = "chat_template.jinja"  # in the run folder: what vLLM is told, where it is not the model's own
 VLLM_START_SECONDS = 1800.0  # large models are read and compiled for minutes
 REACH_SECONDS = 30.0  # until a server of the settings must have answered
+LOG_CHARACTERS = 100_000  # at the end of vLLM's log, where a cause is looked for: its tracebacks are long
 SLEEP_SECONDS = 300.0  # until vLLM must sleep, or be awake again
 
 
@@ -138,6 +140,7 @@ class Managed(Hosting):
         environment.command(config.vllm)  # says what is missing before the worker has loaded anything
         command.room(config.rank)
         super().__init__(config, folder, make_worker)
+        self._log = folder.path / "logs" / "vllm.log"
         self._vllm: Supervisor | None = None
         self._served: EngineClient | None = None
 
@@ -157,9 +160,9 @@ class Managed(Hosting):
         words = [sys.executable, "-m", "art_backends.engines.vllm.launcher"]
         words += [f"--set={name}={value}" for name, value in how.variables.items()]
         words += [f"--unset={name}" for name in how.without]
-        logs = self._folder.path / "logs" / "vllm.log"
-        log.info("starting vLLM, which writes to %s: %s", logs, " ".join(how.words))
-        child = Supervisor([*words, "--", *how.words], log_file=logs, name="vLLM", start_deadline=VLLM_START_SECONDS)
+        log.info("starting vLLM, which writes to %s: %s", self._log, " ".join(how.words))
+        words += ["--", *how.words]
+        child = Supervisor(words, log_file=self._log, name="vLLM", start_deadline=VLLM_START_SECONDS)
         self._vllm = child
         limits = self._config.limits
         self.engine = self._served = Served(
@@ -173,7 +176,15 @@ class Managed(Hosting):
         log.info("vLLM answers after %s s", child.ready.get("start_seconds"))
 
     async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
-        return await _able(self.engine, model, "vllm_args")
+        try:
+            return await _able(self.engine, model, "vllm_args")
+        except EngineError as error:  # its log knows more: an engine that dies of its first call says so there
+            cause = last_error((await asyncio.to_thread(_end_of, self._log)).splitlines())
+            raise ServerError(
+                f"vLLM started, but did not answer as it must: {error}"
+                + (f" ({cause})" if cause else "")
+                + f"; {self._log} has the rest"
+            ) from None
 
     def on_return(self, hook: OnReturn) -> None:
         self.answering.on_restart = partial(hook, None)
@@ -265,6 +276,13 @@ class Attached(Hosting):
     async def aclose(self) -> None:
         await self._replicas.aclose()
         await super().aclose()
+
+
+def _end_of(log_file: Path) -> str:
+    try:
+        return log_file.read_text(errors="replace")[-LOG_CHARACTERS:]
+    except OSError:
+        return ""
 
 
 async def _able(engine: Engine, model: str, setting: str) -> tuple[CaptureLevel, bool]:
