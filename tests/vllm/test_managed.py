@@ -150,7 +150,10 @@ async def test_rollouts_steps_swaps_and_a_crash(vllm_python: Path, model: Path, 
 
 async def test_what_vllm_refuses_is_said(vllm_python: Path, model: Path, tmp_path: Path) -> None:
     for args, words in (
-        ("--no-such-option 1", r"vllm_args: this vLLM has no option --no-such-option 1"),
+        (
+            "--no-such-option",
+            r"vllm_args: this vLLM has no option --no-such-option; end of its log:\napi_server.py: error",
+        ),
         ("--max-model-len 100000", r"max_model_len: .* is greater than the derived max_model_len"),
     ):
         with pytest.raises(ConfigError, match=words):

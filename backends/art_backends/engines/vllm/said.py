@@ -35,6 +35,7 @@ _KNOWN: tuple[tuple[str, type[ArtError], str], ...] = (
     (r"(MemoryError|Cannot allocate memory|can't allocate memory)", ServerError, "{memory} ({0})"),
 )
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception)): \S")
+_USAGE = re.compile(r"\s*(usage: |\[)")  # hundreds of lines of options
 _CONSEQUENCES = ("EngineDeadError", "Engine core initialization failed")
 _PREFIX = re.compile(r"^(\(\w[^)]*\) )?((?:ERROR|INFO|WARNING) [\d-]+ [\d:]+ (\[[^\]]*\] )?)?")
 
@@ -53,7 +54,7 @@ def explain(code: int, lines: Sequence[str], *, install: str) -> ArtError:
     else:
         cause = f"it was killed, perhaps for want of memory ({_MEMORY})" if code == -9 else last_error(plain)
     ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
-    tail = "\n".join(lines[-SHOWN:]).strip()
+    tail = "\n".join([line for line in lines if not _USAGE.match(line)][-SHOWN:]).strip()
     first = f"vLLM did not start ({ended})" + (f": {cause}" if cause else "")
     return kind(f"{first}; end of its log:\n{tail}" if tail else f"{first}; it wrote nothing")
 
