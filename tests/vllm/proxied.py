@@ -173,6 +173,7 @@ async def proxied(vllm: Vllm, folder: Path, *, probed: bool = False) -> AsyncIte
         policy=policies,
         defaults=await probe_sampling.defaults(engine, policies.base_id) if probed else None,
         keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id) if probed else True,
+        tools_by_grammar=True,
     )
     identities: dict[str, Identity] = {"agent": Identity("agent")}
 

@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_grou
 USER = [{"role": "user", "content": "Name three rivers of Europe."}]
 ASKED = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
 SMALL = {"max_tokens": 12}
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+STRICT = {"type": "function", "function": {**WEATHER["function"], "parameters": CITY, "strict": True}}
 INJECTED = {"token_ids", "prompt_token_ids", "kv_transfer_params", "stop_reason", "prompt_text", "routed_experts"}
 # Valid calls that no template would write like this: other spaces, an escape. (The name stands first: where it comes
 # last, vLLM's Hermes parser streams what follows the arguments as part of them.)
@@ -145,10 +148,8 @@ async def test_structured_output(w: Proxied) -> None:
 
 
 async def test_a_tool_that_must_be_called(w: Proxied) -> None:
-    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-    tool = {"type": "function", "function": {**WEATHER["function"], "parameters": city}}
     turns = await w.open()
-    answer = await turns.ask(ASKED, tools=[tool], tool_choice="required", temperature=0, max_tokens=60)
+    answer = await turns.ask(ASKED, tools=[STRICT], tool_choice="required", temperature=0, max_tokens=60)
     call = await turns.last()
     assert call.sampling.constrained
     assert not answer.fields & INJECTED
@@ -156,6 +157,18 @@ async def test_a_tool_that_must_be_called(w: Proxied) -> None:
     for made in answer.message["tool_calls"]:
         assert made["function"]["name"] == "weather"
         assert json.loads(made["function"]["arguments"])["city"] in text
+
+
+async def test_a_strict_tool_is_written_under_a_grammar(w: Proxied) -> None:
+    """Though the choice is the model's: what breaks the tool's schema cannot be sampled, so the record says so."""
+    words = w.spell('<tool_call>\n{"name": "weather", "arguments": {"town": 7}}\n</tool_call>')
+    asked = {"vllm_xargs": {"words": words}, "max_tokens": len(words)}
+    turns = await w.open(Purpose.TRAIN)
+    assert (await turns.ask(ASKED, tools=[STRICT], **asked)).status == 500
+    assert (await turns.last()).sampling.constrained
+    loose = await turns.ask(ASKED, tools=[WEATHER], **asked)
+    assert json.loads(loose.message["tool_calls"][0]["function"]["arguments"]) == {"town": 7}
+    assert not (await turns.last()).sampling.constrained
 
 
 @pytest.mark.parametrize("stream", [False, True])
