@@ -200,6 +200,7 @@ async def _parts(
             providers=providers,
             defaults=await probe_sampling.defaults(engine, policies.base_id),
             keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id),
+            tools_by_grammar=config.engine == "vllm",
         )
         sessions.on_closed = proxy.forget
         steps = Steps(
