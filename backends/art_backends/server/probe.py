@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-_TOKENS = 24  # drawn to see whether the same is drawn
+_TOKENS = 16  # drawn to see whether the same is drawn
 _TOP = 5
 _COLD = 0.1  # a temperature at which processed logprobs lie ten times farther apart
 _NOISE = 0.05  # between the logprobs of the same tokens
@@ -64,6 +64,12 @@ async def base_id(engine: Engine) -> str:
 
 async def capture_level(engine: Engine, model: str) -> tuple[CaptureLevel, bool]:
     """What comes back of a call, and whether exact prompts are taken. EngineError if it answers no chat at all."""
+    capture, exact, _ = await _level(engine, model)
+    return capture, exact
+
+
+async def _level(engine: Engine, model: str) -> tuple[CaptureLevel, bool, list[int]]:
+    """``capture_level``, and the ids of the prompt if they are told."""
     status, reply = await _sample(engine, model)
     if status != 200:
         plain_status, plain = await _chat(engine, {"model": model, "messages": _MESSAGES, "max_tokens": 1})
@@ -71,15 +77,15 @@ async def capture_level(engine: Engine, model: str) -> tuple[CaptureLevel, bool]
             raise EngineError(
                 f"the engine answers no chat completion: {_message(plain)}", plain_status, "engine_unusable"
             )
-        return CaptureLevel.TEXT, False
+        return CaptureLevel.TEXT, False, []
     prompt, tokens, logprobs = _ids(reply)
     if not prompt or not tokens:
-        return CaptureLevel.TEXT, False
+        return CaptureLevel.TEXT, False, []
     if len(logprobs) != len(tokens):
-        return CaptureLevel.IDS, False
+        return CaptureLevel.IDS, False, prompt
     longer = [*prompt, *tokens]
     status, reply = await _sample(engine, model, {"kv_transfer_params": {"prompt_token_ids": longer}})
-    return CaptureLevel.TOKENS, status == 200 and _ids(reply)[0] == longer
+    return CaptureLevel.TOKENS, status == 200 and _ids(reply)[0] == longer, prompt
 
 
 async def adapter_answers(engine: Engine, model: str) -> None:
@@ -113,8 +119,7 @@ async def abilities(engine: EngineClient, model: str) -> Abilities:
     """
     card = await _card(engine, model)
     try:
-        capture, exact = await capture_level(engine, model)
-        prompt = _ids((await _sample(engine, model))[1])[0]
+        capture, exact, prompt = await _level(engine, model)
         told: _Told | None = None
         processed = neutral = None
         if capture is CaptureLevel.TOKENS:
