@@ -215,6 +215,12 @@ async def _status(options: argparse.Namespace) -> int:
     for child in status["children"]:
         children.add_row(child["name"], str(child["pid"]), child["state"], str(child["restarts"]))
     console.print(children)
+    if status["replicas"]:
+        replicas = Table("server", "state", "calls in flight", "moved elsewhere", "why", title="engine servers")
+        for one in status["replicas"]:
+            counted = (str(one["in_flight"]), str(one["moved"]))
+            replicas.add_row(one["name"], one["state"], *counted, one["why"] or "")
+        console.print(replicas)
     counts = Table("what", "count", title="rollouts and calls")
     for key, value in status["rollouts"].items():
         counts.add_row(key, str(value))

@@ -9,14 +9,13 @@ It refuses unknown names and values outside their range, naming the setting.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -235,7 +234,7 @@ class TrainConfig(BaseModel):
     engine: Literal["embedded", "vllm"] = Field(
         "embedded", description="what answers: the embedded engine, or vLLM in an environment of its own"
     )
-    engine_url: list[str] = Field(
+    engine_url: list[Annotated[str, Field(pattern=_URL)]] = Field(
         default_factory=list, description="addresses of vLLM servers that run already; none is started then"
     )
     vllm: str = Field(
@@ -289,9 +288,6 @@ def _check_engine(config: TrainConfig) -> None:
         return
     if config.engine != "vllm":
         raise ValueError(f"engine_url names vLLM servers, and engine is {config.engine}: leave one of them out")
-    for url in config.engine_url:
-        if not re.fullmatch(_URL, url):
-            raise ValueError("engine_url: what was given is no address such as http://127.0.0.1:8000, without a user")
     if len(set(config.engine_url)) < len(config.engine_url):
         raise ValueError("engine_url names a server twice")
     if config.vllm or config.vllm_args or config.vllm_sleep:
@@ -328,6 +324,7 @@ def make_config(
         for item in error.errors():
             name = str(item["loc"][0]) if item["loc"] else ""
             shown, place = name, by if name in over else source
+            item = {**item, "type": _KINDS.get((name, item["type"]), item["type"])}  # noqa: PLW2901
             if name in over and by == _OPTIONS:
                 shown, place = _option(name), ""
             elif name in FILE_ONLY:
@@ -340,6 +337,7 @@ def make_config(
 
 
 _KINDS = {("providers", "list_type"): "list_of_tables", ("url", "string_pattern_mismatch"): "url_pattern"}
+_KINDS |= {("engine_url", "string_pattern_mismatch"): "url_pattern"}
 
 
 def _in_table(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -400,7 +398,7 @@ def _help(field: FieldInfo) -> str:
     """A field's description and its default, as it is written on a command line; a default of nothing says nothing."""
     text = (field.description or "").replace("%", "%%")
     default = field.get_default(call_default_factory=True)
-    if default is None or default == []:
+    if default in (None, [], ""):
         return text
     if isinstance(default, bool):
         default = "yes" if default else "no"

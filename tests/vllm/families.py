@@ -70,7 +70,7 @@ class Family:
     def _call(self, city: str) -> str:
         if self.form == "xml":
             return f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n</function>\n</tool_call>"
-        return f'<tool_call>\n{{"arguments":{{"city" :"{city}"}}, "name":"weather"}}\n</tool_call>'
+        return f'<tool_call>\n{{"name":"weather",  "arguments":{{"city" :"{city}"}}}}\n</tool_call>'
 
     def make(self, folder: Path) -> Path:
         """The model's folder."""

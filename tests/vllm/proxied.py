@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -31,9 +32,10 @@ from transformers import AutoTokenizer
 from tests.backends.proxy.fake_engine import serving as on_a_port
 from tests.vllm.serving import Vllm
 
+PIECE = 5  # characters; the fewer, the odder and the slower
 SECONDS = 300.0  # for an answer: the first one of a kind is slow on a CPU
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -141,13 +143,11 @@ class Proxied:
         self.proxy.forget(turns.context.id)
 
     def spell(self, text: str) -> list[int]:
-        """The text in pieces of one character: not as the tokenizer would write it. Added tokens stay themselves."""
+        """The text in pieces of some characters: not as the tokenizer would write it. Added tokens stay themselves."""
         found: list[int] = []
-        rest, added = text, self.tokenizer.get_added_vocab()
-        while rest:
-            token = next((name for name in sorted(added, key=len, reverse=True) if rest.startswith(name)), rest[0])
-            found += self.tokenizer.encode(token, add_special_tokens=False)
-            rest = rest.removeprefix(token)
+        added = "|".join(map(re.escape, sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)))
+        for piece in re.findall(f"{added}|(?:(?!{added}).){{1,{PIECE}}}", text, re.DOTALL):
+            found += self.tokenizer.encode(piece, add_special_tokens=False)
         return found
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -173,6 +173,7 @@ async def proxied(vllm: Vllm, folder: Path, *, probed: bool = False) -> AsyncIte
         policy=policies,
         defaults=await probe_sampling.defaults(engine, policies.base_id) if probed else None,
         keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id) if probed else True,
+        tools_by_grammar=True,
     )
     identities: dict[str, Identity] = {"agent": Identity("agent")}
 

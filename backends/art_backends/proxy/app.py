@@ -104,10 +104,11 @@ class Proxy:
         providers: Providers | None = None,
         defaults: Mapping[str, float] | None = None,
         keep_reasoning: bool = True,
+        tools_by_grammar: bool = False,
     ) -> None:
         """``defaults``: what the engine samples with where a request is silent. ``keep_reasoning``: whether an answer
         with reasoning may stand in a later prompt as it was sampled (see ``prefix.Prefixer``). The server asks the
-        engine for both.
+        engine for both. ``tools_by_grammar``: it is vLLM (see ``wire.tools_by_grammar``).
         """
         self.limits = limits or Limits()
         self._keep_reasoning = keep_reasoning
@@ -133,6 +134,7 @@ class Proxy:
             counters=self.counters,
             observer=self._observer,
             defaults=dict(defaults or {}),
+            tools_by_grammar=tools_by_grammar,
         )
         self.doors = Doors(self._doors())
 

@@ -30,7 +30,7 @@ from art_backends.proxy.outcome import Assembler, Outcome
 from art_backends.proxy.placed import Placed
 from art_backends.proxy.prefix import Prompt
 from art_backends.proxy.services import Services
-from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode
+from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Exchange(Placed):
         with services.policy.lease(version) as model:
             try:
                 if context is not None:
-                    recording = await self._begin(context, self._endpoint.sampling(self._shape(model, None)))
+                    recording = await self._begin(context, self._sampling(model))
                     services.counters.constrained += recording.call.sampling.constrained
                 await self._ask(send, model)
             except asyncio.CancelledError:
@@ -89,6 +89,14 @@ class Exchange(Placed):
             finally:
                 if self._recording is not None:
                     services.recorder.end(self._recording)
+
+    def _sampling(self, model: str) -> Sampling:
+        """The sampling parameters in force."""
+        sent = self._shape(model, None)
+        sampling = self._endpoint.sampling(sent)
+        if self._services.tools_by_grammar and wire.tools_by_grammar(sent):
+            return sampling.model_copy(update={"constrained": True})
+        return sampling
 
     def _shape(self, model: str, prompt: Prompt | None) -> dict[str, Any]:
         context = self._context

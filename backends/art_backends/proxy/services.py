@@ -60,4 +60,5 @@ class Services:
     counters: Counters
     observer: Observer
     defaults: dict[str, float] = field(default_factory=dict)  # what the engine samples with where a request is silent
+    tools_by_grammar: bool = False  # the engine writes some tool calls under a grammar; see ``wire.tools_by_grammar``
     running: dict[int, tuple[str | None, float]] = field(default_factory=dict)  # id → rollout, time.monotonic()

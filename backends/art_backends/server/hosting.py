@@ -23,19 +23,22 @@ from typing import Any, Protocol
 
 from art_backends.config import TrainConfig
 from art_backends.engines.vllm import command, environment
-from art_backends.errors import ArtError, ConfigError, EngineError, ServerError, TrainingError
+from art_backends.engines.vllm.said import last_error
+from art_backends.errors import ConfigError, EngineError, ServerError, TrainingError
 from art_backends.proxy.engine import Engine
-from art_backends.proxy.engine_client import EngineClient, EngineReply
+from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.replicas import Replicas
-from art_backends.server import fitting
+from art_backends.server import fitting, probe
 from art_backends.server.folder import RunFolder
 from art_backends.server.supervisor import Supervisor
+from art_backends.trajectories import CaptureLevel
 
 log = logging.getLogger(__name__)
 
 TEMPLATE = "chat_template.jinja"  # in the run folder: what vLLM is told, where it is not the model's own
 VLLM_START_SECONDS = 1800.0  # large models are read and compiled for minutes
 REACH_SECONDS = 30.0  # until a server of the settings must have answered
+LOG_CHARACTERS = 100_000  # at the end of vLLM's log, where a cause is looked for: its tracebacks are long
 SLEEP_SECONDS = 300.0  # until vLLM must sleep, or be awake again
 
 
@@ -76,6 +79,10 @@ class Hosting:
         self.digest = str(self.worker.ready.get("digest"))
         self.worker.healthy = self.trainer.healthy
 
+    async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
+        """What comes back of a call of the base ``model``, and whether exact prompts are taken."""
+        return await probe.capture_level(self.engine, model)
+
     def on_return(self, hook: OnReturn) -> None:
         """``hook`` is awaited when an engine is there again, before calls are."""
         self.worker.on_restart = partial(hook, None)
@@ -107,9 +114,9 @@ class Hosting:
         await self.trainer.aclose()
         await self.worker.stop()
 
-    def _client(self, **where: str) -> EngineClient:
+    def _client(self, *, uds: str | None = None, url: str | None = None) -> EngineClient:
         limits = self._config.limits
-        return EngineClient(**where, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
+        return EngineClient(uds=uds, url=url, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
 
 
 class Served(EngineClient):
@@ -133,6 +140,7 @@ class Managed(Hosting):
         environment.command(config.vllm)  # says what is missing before the worker has loaded anything
         command.room(config.rank)
         super().__init__(config, folder, make_worker)
+        self._log = folder.path / "logs" / "vllm.log"
         self._vllm: Supervisor | None = None
         self._served: EngineClient | None = None
 
@@ -152,9 +160,9 @@ class Managed(Hosting):
         words = [sys.executable, "-m", "art_backends.engines.vllm.launcher"]
         words += [f"--set={name}={value}" for name, value in how.variables.items()]
         words += [f"--unset={name}" for name in how.without]
-        logs = self._folder.path / "logs" / "vllm.log"
-        log.info("starting vLLM, which writes to %s: %s", logs, " ".join(how.words))
-        child = Supervisor([*words, "--", *how.words], log_file=logs, name="vLLM", start_deadline=VLLM_START_SECONDS)
+        log.info("starting vLLM, which writes to %s: %s", self._log, " ".join(how.words))
+        words += ["--", *how.words]
+        child = Supervisor(words, log_file=self._log, name="vLLM", start_deadline=VLLM_START_SECONDS)
         self._vllm = child
         limits = self._config.limits
         self.engine = self._served = Served(
@@ -166,6 +174,17 @@ class Managed(Hosting):
         await child.start()
         child.healthy = self.engine.healthy
         log.info("vLLM answers after %s s", child.ready.get("start_seconds"))
+
+    async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
+        try:
+            return await _able(self.engine, model, "vllm_args")
+        except EngineError as error:  # its log knows more: an engine that dies of its first call says so there
+            cause = last_error((await asyncio.to_thread(_end_of, self._log)).splitlines())
+            raise ServerError(
+                f"vLLM started, but did not answer as it must: {error}"
+                + (f" ({cause})" if cause else "")
+                + f"; {self._log} has the rest"
+            ) from None
 
     def on_return(self, hook: OnReturn) -> None:
         self.answering.on_restart = partial(hook, None)
@@ -188,45 +207,41 @@ class Managed(Hosting):
                 await self._wake()
 
     async def _sleep(self) -> None:
-        try:
-            async with asyncio.timeout(SLEEP_SECONDS):
-                await self.answering.wait_ready(SLEEP_SECONDS)
-                reply = await self._control("/sleep?level=1")
-        except (TimeoutError, ArtError) as error:
-            await self._wake()  # it may have begun to
-            raise TrainingError(f"vLLM did not go to sleep before the step: {_why(error)}") from None
-        if reply.status != 200:
-            raise TrainingError(
-                f"vLLM refuses to sleep (HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}): "
-                "train without vllm_sleep"
-            )
+        await self.answering.wait_ready(VLLM_START_SECONDS)
+        problem = await self._refuses("/sleep?level=1")
+        if problem is not None:
+            if not problem.startswith("HTTP 4"):  # it may have begun to
+                await self._wake()
+            raise TrainingError(f"vLLM did not go to sleep before the step ({problem}): train without vllm_sleep")
         log.info("vLLM sleeps while the step trains")
 
     async def _wake(self) -> None:
         """Wake it; one that does not wake is replaced by a new one: calls wait for that as after any crash."""
+        await self.answering.wait_ready(VLLM_START_SECONDS)  # it may have died meanwhile: the new one is awake
+        problem = await self._refuses("/wake_up")
+        if problem is not None:
+            log.error("vLLM DID NOT WAKE UP after a step (%s): it is killed and started anew", problem)
+            await self.answering.replace()
+
+    async def _refuses(self, path: str) -> str | None:
+        """Why vLLM does not do what it is told, or None."""
+        assert self._served is not None, "start() was not called"
         try:
             async with asyncio.timeout(SLEEP_SECONDS):
-                reply = await self._control("/wake_up")
-            if reply.status == 200:
-                return
-            problem = f"HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}"
-        except (TimeoutError, EngineError) as error:
-            problem = _why(error)
-        log.error("vLLM DID NOT WAKE UP after a step (%s): it is killed and started anew", problem)
-        await self.answering.replace()
-
-    async def _control(self, path: str) -> EngineReply:
-        assert self._served is not None, "start() was not called"
-        return await self._served.post(path, {})
+                reply = await self._served.post(path, {})
+        except TimeoutError:
+            return f"no answer within {SLEEP_SECONDS:.0f} s"
+        except EngineError as error:
+            return str(error)
+        return None if reply.status == 200 else f"HTTP {reply.status}: {reply.content[:200].decode(errors='replace')}"
 
     def children(self) -> Sequence[Any]:
         return [self.worker, *([] if self._vllm is None else [self._vllm])]
 
     async def aclose(self) -> None:
-        if self._vllm is not None:
-            await self.engine.aclose()
-            await self._vllm.stop()
-        await super().aclose()
+        await self.engine.aclose()
+        # at once: each has some seconds to end in order, and whoever waits for us has not many
+        await asyncio.gather(*([] if self._vllm is None else [self._vllm.stop()]), super().aclose())
 
 
 class Attached(Hosting):
@@ -246,6 +261,9 @@ class Attached(Hosting):
             await fitting.check(server, server.address, self.trainer, self._config)
         await self._replicas.start()
 
+    async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
+        return await _able(self.engine, model, "engine_url")
+
     def on_return(self, hook: OnReturn) -> None:
         self._replicas.on_back = hook
 
@@ -258,6 +276,27 @@ class Attached(Hosting):
     async def aclose(self) -> None:
         await self._replicas.aclose()
         await super().aclose()
+
+
+def _end_of(log_file: Path) -> str:
+    try:
+        return log_file.read_text(errors="replace")[-LOG_CHARACTERS:]
+    except OSError:
+        return ""
+
+
+async def _able(engine: Engine, model: str, setting: str) -> tuple[CaptureLevel, bool]:
+    """What all servers of an engine do. ConfigError, before any rollout, for what training cannot do without, with the
+    option that brings it; what it can do without is logged."""
+    servers = engine.servers()
+    found = [await probe.abilities(server, model) for server in servers.values()]
+    for name, one in zip(servers, found, strict=True):
+        if one.fatal:
+            raise ConfigError(f"{setting}: {name} cannot be trained with: {'; '.join(one.fatal)}")
+        for problem in one.warnings:
+            log.warning("%s: %s", name, problem)
+    probe.agree(list(servers), found)
+    return found[0].capture, found[0].exact_prompts
 
 
 async def _reached(server: EngineClient) -> None:
@@ -305,7 +344,3 @@ def worker(config: TrainConfig, folder: RunFolder) -> Supervisor:
     if config.vllm_sleep:
         words += ["--release"]
     return Supervisor(words, log_file=folder.path / "logs" / "worker.log", name="worker")
-
-
-def _why(error: BaseException) -> str:
-    return str(error) or "no answer"

@@ -174,7 +174,7 @@ async def _parts(
         policy_file.check(config, model_digest)
         limits = config.limits
         policies = PolicyTable(config.name, base_model=await probe.base_id(engine), models=config.models)
-        policies.capture, policies.exact_prompts = await probe.capture_level(engine, policies.base_id)
+        policies.capture, policies.exact_prompts = await hosting.capture(policies.base_id)
         if policies.capture is not CaptureLevel.TOKENS:
             log.warning("the engine gives %s only: calls are served, none can be trained", policies.capture)
         adapters = Adapters(engine, policies, folder.versions)
@@ -200,6 +200,7 @@ async def _parts(
             providers=providers,
             defaults=await probe_sampling.defaults(engine, policies.base_id),
             keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id),
+            tools_by_grammar=config.engine == "vllm",
         )
         sessions.on_closed = proxy.forget
         steps = Steps(
@@ -217,10 +218,10 @@ async def _parts(
         traffic = _traffic(config, store, policies, proxy)
         stack.push_async_callback(traffic.close_all)
 
-        async def restarted(_: EngineClient | None) -> None:
+        async def restarted(server: EngineClient | None) -> None:
             proxy.engine_changed()
             try:
-                await adapters.reload()
+                await adapters.reload(server)
             except (AdapterError, EngineError) as error:
                 raise ServerError(f"the restarted engine does not serve the adapter: {error}") from error
 

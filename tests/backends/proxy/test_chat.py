@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
 from art_backends.proxy.identity import SamplingOverrides
 from art_backends.proxy.prefix import Prompt
@@ -59,6 +60,23 @@ def test_the_cap_of_training_rollouts(asked: dict[str, int], cap: int | None, se
     got = shape({**BODY, **asked}, overrides=SamplingOverrides(max_tokens=cap))
     assert {key: got[key] for key in got if key.startswith("max_")} == sent
     assert chat.sampling(got).max_tokens == next(iter(sent.values()), None)
+
+
+@pytest.mark.parametrize(
+    ("field", "grammar"),
+    [
+        ({}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": False}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, True),
+        ({"tools": [{"type": "function", "function": {"strict": True}}], "tool_choice": "none"}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}, True),
+        ({"tools": [], "parallel_tool_calls": False}, False),
+        ({"tools": ["odd", {"function": None}]}, False),
+    ],
+)
+def test_tools_that_vllm_writes_under_a_grammar(field: dict[str, Any], grammar: bool) -> None:
+    assert wire.tools_by_grammar({**BODY, **field}) is grammar
 
 
 def test_what_bends_the_distribution_goes_in_training_rollouts() -> None:

@@ -60,7 +60,7 @@ class ChatTemplate:
     @property
     def is_the_models(self) -> bool:
         """Whether whoever reads the model's folder has this template without being told."""
-        return self.source == self._own
+        return bool(self.source == self._own)
 
     def render(
         self,

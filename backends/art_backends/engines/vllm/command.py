@@ -104,6 +104,7 @@ def start(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder on this machine
+        "PYTHONSAFEPATH": "1",  # we run in the app's folder, whose modules may be called as vLLM's are
     }
     if config.vllm_sleep:
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # its sleep and wake routes

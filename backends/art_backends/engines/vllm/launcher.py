@@ -65,18 +65,21 @@ def _arguments(words: list[str]) -> tuple[argparse.Namespace, list[str], str]:
 
 async def _keep(command: list[str], socket: Path, variables: dict[str, str]) -> int:
     began = time.monotonic()
+    output, theirs = os.pipe()  # not asyncio's: its wait() would wait for whoever else holds the output
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=theirs,
+            stderr=theirs,
             env=variables,
-            limit=LINE_BYTES,
             start_new_session=True,  # a group of its own, to be ended as one
         )
     except OSError as error:
+        os.close(output)
         raise ServerError(f"vLLM could not be started: {command[0]}: {error.strerror or error}") from None
+    finally:
+        os.close(theirs)
     guard = await asyncio.create_subprocess_exec(
         "/bin/sh",
         "-c",
@@ -88,8 +91,7 @@ async def _keep(command: list[str], socket: Path, variables: dict[str, str]) -> 
         start_new_session=True,
     )
     lines: deque[str] = deque(maxlen=LINES)
-    assert process.stdout is not None
-    reading = asyncio.create_task(_copy(process.stdout, lines), name="output")
+    reading = asyncio.create_task(_copy(output, lines), name="output")
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     when_input_ends(loop, told.set)
@@ -135,19 +137,26 @@ def _signal(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-async def _copy(output: asyncio.StreamReader, lines: deque[str]) -> None:
+async def _copy(output: int, lines: deque[str]) -> None:
     """vLLM's output into our log, and its end into ``lines``."""
-    while True:
-        try:
-            line = await output.readline()
-        except ValueError:  # longer than a line may be
-            continue
-        if not line:
-            return
-        text = line.decode(errors="replace").rstrip("\n")
-        lines.append(text)
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", 0)
+    )
+    try:
+        while True:
+            try:
+                line = await reader.readline()
+            except ValueError:  # longer than a line may be
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip("\n")
+            lines.append(text)
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+    finally:
+        transport.close()
 
 
 async def _answers(socket: Path) -> None:

@@ -35,13 +35,15 @@ _KNOWN: tuple[tuple[str, type[ArtError], str], ...] = (
     (r"(MemoryError|Cannot allocate memory|can't allocate memory)", ServerError, "{memory} ({0})"),
 )
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception)): \S")
+_USAGE = re.compile(r"\s*(usage: |\[)")  # hundreds of lines of options
+_CONSEQUENCES = ("EngineDeadError", "Engine core initialization failed")
 _PREFIX = re.compile(r"^(\(\w[^)]*\) )?((?:ERROR|INFO|WARNING) [\d-]+ [\d:]+ (\[[^\]]*\] )?)?")
 
 
 def explain(code: int, lines: Sequence[str], *, install: str) -> ArtError:
     """The error for a vLLM that ended with ``code`` having written ``lines`` at last; ``install``: how it is made."""
     cause, kind = "", ServerError
-    plain = [_PREFIX.sub("", line).rstrip() for line in lines]
+    plain = _plain(lines)
     for pattern, known, words in _KNOWN:
         found = next((match for line in plain if (match := re.search(pattern, line))), None)
         if found is not None:
@@ -50,11 +52,19 @@ def explain(code: int, lines: Sequence[str], *, install: str) -> ArtError:
             kind = known  # type: ignore[assignment]  # ConfigError or ServerError, both are made of a message
             break
     else:
-        if code == -9:
-            cause = f"it was killed, perhaps for want of memory ({_MEMORY})"
-        else:
-            cause = next((line for line in reversed(plain) if _ERROR.search(line)), "")
+        cause = f"it was killed, perhaps for want of memory ({_MEMORY})" if code == -9 else last_error(plain)
     ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
-    tail = "\n".join(lines[-SHOWN:]).strip()
+    tail = "\n".join([line for line in lines if not _USAGE.match(line)][-SHOWN:]).strip()
     first = f"vLLM did not start ({ended})" + (f": {cause}" if cause else "")
     return kind(f"{first}; end of its log:\n{tail}" if tail else f"{first}; it wrote nothing")
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """The last line that names an error, but for those that only say that vLLM's engine has died of another one."""
+    errors = [line for line in _plain(lines) if _ERROR.search(line)]
+    return next((line for line in reversed(errors) if not any(word in line for word in _CONSEQUENCES)), "")
+
+
+def _plain(lines: Sequence[str]) -> list[str]:
+    """Without the names of processes, levels, times and places in front."""
+    return [_PREFIX.sub("", line).rstrip() for line in lines]
