@@ -211,7 +211,10 @@ def test_help_has_every_description_and_default():
             "engine_url names vLLM servers, and engine is embedded: leave one of them out$",
         ),
         ({"engine_url": ["127.0.0.1:8000"]}, "every item of engine_url must be an address such as https://"),
-        ({"engine_url": ["http://me:secret@a"]}, "must be an address .*, without a user, .*, not what was given$"),
+        (
+            {"engine_url": ["http://me:secret@a"]},
+            "every item of engine_url must be an address .*, without a user, .*, not what was given$",
+        ),
         ({"engine_url": ["http://a:1", "http://a:1"]}, "engine_url names a server twice$"),
         ({"engine_url": ["http://a:1"], "vllm_sleep": True}, "engine_url names servers that run already: "),
         ({"vllm_args": "--a 'b"}, "vllm_args cannot be taken apart: No closing quotation$"),

@@ -15,11 +15,13 @@ import pytest
 import torch
 from art_backends.client import Client, OpenRollout
 from art_backends.config import TrainConfig
+from art_backends.engines.embedded.render import HERMES_PATH
 from art_backends.errors import ConfigError
 from art_backends.server.run import serve
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.e2e.conftest import make_tokenizer
+from tests.vllm.serving import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
 PROMPTS = ["Say a word.", "Say another one."]
@@ -146,6 +148,54 @@ async def test_rollouts_steps_swaps_and_a_crash(vllm_python: Path, model: Path, 
         assert (await run.client.status())["policies"][0]["version"] == 2, "the same folder, another engine"
         (policy,) = (await run.client.status())["policies"]
         assert policy["capture"] == "tokens"
+
+
+async def test_a_run_on_a_server_elsewhere(vllm_python: Path, model: Path, tmp_path: Path) -> None:
+    """Started by hand with the flags of docs/vllm.md; without them the start says which are missing."""
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(HERMES_PATH.read_text())
+    flags = ["--dtype", "float32", "--max-model-len", "512", "--chat-template", str(template)]
+    wanted = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-lora"]
+    wanted += ["--max-lora-rank", "8", "--max-loras", "3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    values = {"rank": 2, "alpha": 4.0, "learning_rate": 1e-1, "max_model_len": 512}
+    with serving(vllm_python, model, *flags, *wanted) as server:
+        async with address(server.socket) as url:
+            config = TrainConfig(base_model=str(model), folder=tmp_path / "run", engine_url=[url], **values)
+            async with running(config) as run:
+                before = await run.app("Hello?")
+                _, outcome = await run.step(1)
+                assert (outcome.kind, outcome.version) == ("committed", 1), outcome
+                assert outcome.metrics["sampling/kl"] < 1e-4
+                assert await run.app("Hello?") != before
+                (replica,) = (await run.client.status())["replicas"]
+                assert (replica["name"], replica["state"]) == (url, "up")
+            longer = TrainConfig(**{**config.model_dump(), "folder": tmp_path / "longer", "max_model_len": 1024})
+            with pytest.raises(ConfigError, match=f"{url} serves sequences of 512 tokens, 1024 are asked for"):
+                async with running(longer):
+                    pass
+
+
+@contextlib.asynccontextmanager
+async def address(socket: Path) -> AsyncIterator[str]:
+    """A port of the loopback that leads to a Unix socket."""
+
+    async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_unix_connection(str(socket))
+        await asyncio.gather(copied(reader, ours), copied(theirs, writer), return_exceptions=True)
+
+    async def copied(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        finally:
+            target.close()
+
+    door = await asyncio.start_server(through, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{door.sockets[0].getsockname()[1]}"
+    finally:
+        door.close()
 
 
 async def test_what_vllm_refuses_is_said(vllm_python: Path, model: Path, tmp_path: Path) -> None:

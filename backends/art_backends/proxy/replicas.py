@@ -8,9 +8,10 @@ before the first token), or does not say in time that it is well. What was asked
 once to each server; what has had one fails as it would with one server. Whoever is out is asked for its health until
 it is well, is given the adapters (``on_back``), and takes calls again.
 
-A status is an answer, not a failure, with two exceptions while another server is up. 503: it says that nothing was
+A status is an answer, not a failure, with three exceptions. 503, while another server is up: it says that nothing was
 done and that another try may be lucky; the next server is that try. Another status of 500 or more, or a stream that
-begins with an error, from a server that then is not well: an engine that dies answers so, having said nothing.
+begins with an error, from a server that then is not well: an engine that dies answers so, having said nothing. 404 from
+a server that does not list the model: it was restarted unseen, and has to be given its adapters.
 
 It refuses to send a call twice to one server, or elsewhere once any of an answer has come.
 """
@@ -25,7 +26,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
-from art_backends.errors import ConfigError, EngineError
+import orjson
+
+from art_backends.errors import ArtError, ConfigError, EngineError
 from art_backends.proxy.engine_client import EngineClient, EngineStream
 
 log = logging.getLogger(__name__)
@@ -198,6 +201,8 @@ class Replicas:
                 first = await stream.peek(_begun if stream.is_events else bool) if stream.status == 200 else b""
                 if stream.status == 200 and stream.is_events and not _begun(first):
                     raise EngineError("the engine's stream ended before its first token", 502, "engine_interrupted")
+                if stream.status == 404:
+                    await self._accept_unknown(replica, content)
                 if stream.status >= 500 or first.startswith(_ERROR_EVENTS):
                     await self._accept_failure(replica, stream.status, tried)
                 return stream, stack.pop_all()
@@ -219,6 +224,18 @@ class Replicas:
         if why is not None:
             self._out(replica, f"it answered with an error and is not well: {why}")
             raise _ElsewhereError
+
+    async def _accept_unknown(self, replica: _Replica, content: bytes) -> None:
+        """_ElsewhereError if a server does not know the model any more."""
+        model = orjson.loads(content).get("model")
+        try:
+            async with asyncio.timeout(self._health_seconds):
+                if model in [item.get("id") for item in await replica.client.models()]:
+                    return
+        except TimeoutError:
+            pass  # nor is it well
+        self._out(replica, f"it does not serve {model} any more: it was restarted, or somebody unloaded it")
+        raise _ElsewhereError
 
     async def chat(self, body: Any) -> tuple[int, list[tuple[str, str]], Any]:
         """A chat completion that is not a stream: (status, headers, JSON)."""
@@ -365,7 +382,7 @@ class Replicas:
                     await self.on_back(replica.client)
         except Exception as error:  # boundary: whatever was met with this server, it is watched on
             replica.why = f"it is well again, but could not be given the adapters: {error or type(error).__name__}"
-            log.warning("%s stays out: %s", replica.name, replica.why, exc_info=not isinstance(error, EngineError))
+            log.warning("%s stays out: %s", replica.name, replica.why, exc_info=not isinstance(error, ArtError))
             return
         finally:
             replica.coming_back = False

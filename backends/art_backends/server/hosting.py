@@ -177,7 +177,7 @@ class Managed(Hosting):
 
     async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
         try:
-            return await _able(self.engine, model, "vllm_args")
+            (does,) = (await _able(self.engine, model, "vllm_args")).values()
         except EngineError as error:  # its log knows more: an engine that dies of its first call says so there
             cause = last_error((await asyncio.to_thread(_end_of, self._log)).splitlines())
             raise ServerError(
@@ -185,6 +185,7 @@ class Managed(Hosting):
                 + (f" ({cause})" if cause else "")
                 + f"; {self._log} has the rest"
             ) from None
+        return does.capture, does.exact_prompts
 
     def on_return(self, hook: OnReturn) -> None:
         self.answering.on_restart = partial(hook, None)
@@ -252,6 +253,7 @@ class Attached(Hosting):
         self._servers = [self._client(url=url) for url in config.engine_url]
         self._replicas = Replicas(self._servers, tokenizer=self.trainer)
         self.engine = self._replicas
+        self._does: tuple[str, probe.Abilities] | None = None  # a server, and what it was found to do
 
     async def start(self) -> None:
         for server in self._servers:  # before the worker, which reads a model
@@ -262,10 +264,23 @@ class Attached(Hosting):
         await self._replicas.start()
 
     async def capture(self, model: str) -> tuple[CaptureLevel, bool]:
-        return await _able(self.engine, model, "engine_url")
+        found = await _able(self.engine, model, "engine_url")
+        self._does = next(iter(found.items()))
+        return self._does[1].capture, self._does[1].exact_prompts
 
     def on_return(self, hook: OnReturn) -> None:
-        self._replicas.on_back = hook
+        async def back(server: EngineClient) -> None:
+            await self._as_before(server)
+            await hook(server)
+
+        self._replicas.on_back = back
+
+    async def _as_before(self, server: EngineClient) -> None:
+        """ConfigError if somebody has started another model there, or the same with other flags."""
+        if self._does is not None:
+            name, does = self._does
+            await fitting.check(server, server.address, self.trainer, self._config)
+            probe.agree([f"{name} at the start", server.address], [does, await probe.abilities(server, does.model)])
 
     def up(self) -> bool:
         return self._replicas.up
@@ -285,9 +300,9 @@ def _end_of(log_file: Path) -> str:
         return ""
 
 
-async def _able(engine: Engine, model: str, setting: str) -> tuple[CaptureLevel, bool]:
-    """What all servers of an engine do. ConfigError, before any rollout, for what training cannot do without, with the
-    option that brings it; what it can do without is logged."""
+async def _able(engine: Engine, model: str, setting: str) -> dict[str, probe.Abilities]:
+    """What each server of an engine does. ConfigError, before any rollout, for what training cannot do without, with
+    the option that brings it; what it can do without is logged."""
     servers = engine.servers()
     found = [await probe.abilities(server, model) for server in servers.values()]
     for name, one in zip(servers, found, strict=True):
@@ -296,7 +311,7 @@ async def _able(engine: Engine, model: str, setting: str) -> tuple[CaptureLevel,
         for problem in one.warnings:
             log.warning("%s: %s", name, problem)
     probe.agree(list(servers), found)
-    return found[0].capture, found[0].exact_prompts
+    return dict(zip(servers, found, strict=True))
 
 
 async def _reached(server: EngineClient) -> None:

@@ -299,8 +299,19 @@ async def test_other_statuses_are_answers() -> None:
             for engine in f.engines:
                 engine.script.clear()
                 engine.script.append(status(code, ERROR))
+                engine.script.append(status(200, {"data": [{"id": "m"}]}))  # it does serve the model
             assert (await ask(f.replicas))[0] == code
-        assert (sum(f.asked()), f.states()) == (3, ["up", "up"])
+        assert (sum(f.asked()), f.states()) == (3 + 1, ["up", "up"]), "and what is served"
+
+
+async def test_a_server_that_has_lost_its_adapters_is_given_them() -> None:
+    async with fleet() as f:
+        f.engines[0].script.append(status(404, {"error": {"message": "The model `m` does not exist."}}))
+        f.engines[0].script.append(status(200, {"data": [{"id": "base"}]}))
+        f.engines[1].script.append(answer("from the other"))
+        assert text((await ask(f.replicas))[1]) == "from the other"
+        await until(lambda: f.states() == ["up", "up"])
+        assert f.given == [f"http://127.0.0.1:{f.ports[0]}"]
 
 
 @pytest.mark.parametrize("health", ["hangs", "says no", "is no more"])

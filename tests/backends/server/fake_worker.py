@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 BASE = "base-model"
+DIGEST, LONGEST = "digest-1", 4096
 
 
 class Fake:

@@ -196,18 +196,23 @@ async def test_a_vllm_that_does_not_start_says_why(start: Any, tmp_path: Path) -
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Stand-ins on ports of their own; gives the address of a new one."""
+    """Stand-ins on ports of their own; gives the address of a new one, or of one that is killed and begun anew."""
     children: list[subprocess.Popen[str]] = []
+    at: dict[str, subprocess.Popen[str]] = {}
 
-    def begin(*more: str) -> str:
+    def begin(*more: str, anew: str = "") -> str:
         folder = tmp_path / f"elsewhere{len(children)}"
         folder.mkdir()
-        port = free_port()
+        if anew:
+            at[anew].kill()
+            at[anew].wait()
+        port = int(anew.rpartition(":")[2]) if anew else free_port()
         words = [sys.executable, str(FAKE), "--as-vllm", "--faults", str(folder), "--port", str(port), *more]
         child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         children.append(child)
         assert child.stdout is not None
         assert child.stdout.readline()
+        at[f"http://127.0.0.1:{port}"] = child
         return f"http://127.0.0.1:{port}"
 
     yield begin
@@ -250,6 +255,24 @@ async def test_a_server_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=f"{url} {words}"):
         async with start({"engine_url": [url]}):
             pass
+
+
+async def test_a_server_that_returns_as_another_model_takes_no_calls(start: Any, elsewhere: Callable[..., str]) -> None:
+    urls = [elsewhere(), elsewhere()]
+    async with start({"engine_url": urls}) as server:
+        ids = await server.collect(1)
+        await server.client.train_step(1, server.config, rollout_ids=ids)
+        for begun, state, why in (("messages", "out", "renders a conversation into other tokens"), ("", "up", "")):
+            elsewhere("--renders", begun, anew=urls[1])
+            async with asyncio.timeout(60):
+                while True:
+                    assert (await server.chat(server.agent, "hi")).status_code == 200
+                    one = (await server.client.status())["replicas"][1]
+                    if one["state"] == state and why in (one["why"] or ""):
+                        break
+        async with httpx.AsyncClient(trust_env=False) as http:
+            models = (await http.get(f"{urls[1]}/v1/models")).json()["data"]
+        assert "policy@1" in [model["id"] for model in models]
 
 
 async def test_wrong_addresses(start: Any) -> None:
