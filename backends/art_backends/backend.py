@@ -15,13 +15,14 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
 from art_backends.child import ready
 from art_backends.client import Client
-from art_backends.config import TrainConfig
+from art_backends.config import TrainConfig, make_config
 from art_backends.errors import ServerError
 
 START_DEADLINE = 1800.0  # seconds; the first start may download a base model
@@ -115,8 +116,25 @@ class LocalBackend:
     without either takes its servers along.
     """
 
-    def __init__(self, *, path: Path | str = ".art", python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        *,
+        path: Path | str = ".art",
+        python: str = sys.executable,
+        engine: Literal["embedded", "vllm"] | None = None,
+        engine_url: str | Sequence[str] | None = None,
+        vllm: str | None = None,
+        vllm_args: str | None = None,
+        vllm_sleep: bool | None = None,
+    ) -> None:
+        """``engine`` and those after it are the settings of these names, for all models of this backend; what is left
+        out is each model's own."""
         self.path = Path(path)
+        urls = [engine_url] if isinstance(engine_url, str) else engine_url
+        given: dict[str, Any] = {"engine": engine, "engine_url": urls, "vllm": vllm, "vllm_args": vllm_args}
+        given["vllm_sleep"] = vllm_sleep
+        self._engine = {name: value for name, value in given.items() if value is not None}
+        make_config(self._engine, source="LocalBackend")  # wrong values are said here
         self._python = python
         self._servers: dict[Path, LocalServer] = {}
         self._closing: list[Callable[[], Awaitable[None]]] = []
@@ -127,6 +145,11 @@ class LocalBackend:
 
     async def start(self, config: TrainConfig) -> LocalServer:
         """The server on ``config.folder``, started now unless it runs."""
+        if self._engine:
+            values = {**config.model_dump(), **self._engine}
+            if "engine_url" in self._engine and "engine" not in self._engine:
+                del values["engine"]  # the addresses say which one it is
+            config = make_config(values, source="LocalBackend")
         folder = config.folder.expanduser().absolute()
         if folder not in self._servers:
             self._servers[folder] = await LocalServer(config, python=self._python).__aenter__()

@@ -20,11 +20,11 @@ from typing import Any
 
 from rich.table import Table
 
-from art_backends import cli_forget, cli_rollouts, cli_train, cli_versions, sft, stacks
+from art_backends import cli_forget, cli_rollouts, cli_train, cli_versions, cli_vllm, sft, stacks
 from art_backends.arguments import CommandParser
 from art_backends.backend import LocalServer
 from art_backends.cli_folder import add_folder, connected, running
-from art_backends.config import MODEL_SETTINGS, TrainConfig, add_arguments, from_arguments, make_config
+from art_backends.config import ENGINE_SETTINGS, MODEL_SETTINGS, TrainConfig, add_arguments, from_arguments, make_config
 from art_backends.display import make_display, plain_console
 from art_backends.errors import ArtError, ConfigError, ServerError
 from art_backends.server.folder import POLICY, VERSIONS, read_pin
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     imitating.set_defaults(run=_sft)
 
     cli_versions.add_parser(commands)
+    cli_vllm.add_parser(commands)
 
     status = commands.add_parser("status", help="policies, versions, children, rollouts of a running server")
     add_folder(status, as_json=True)
@@ -170,7 +171,12 @@ def _resumed(config: TrainConfig, options: argparse.Namespace) -> TrainConfig:
         return config
     defaults = {key: value for key, value in _object(file).items() if key in TrainConfig.model_fields}
     given = {key: value for key, value in vars(options).items() if key in TrainConfig.model_fields}
-    return make_config({**defaults, **config.model_dump(exclude_unset=True), **given}, source=str(file))
+    given = {**config.model_dump(exclude_unset=True), **given}
+    other: frozenset[str] = frozenset({"engine_url"} if "engine" in given else ())
+    if "engine_url" in given or given.get("engine") == "embedded":  # what was kept is of another engine
+        other = ENGINE_SETTINGS
+    defaults = {key: value for key, value in defaults.items() if key not in other}
+    return make_config({**defaults, **given}, source=str(file))
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -209,6 +215,12 @@ async def _status(options: argparse.Namespace) -> int:
     for child in status["children"]:
         children.add_row(child["name"], str(child["pid"]), child["state"], str(child["restarts"]))
     console.print(children)
+    if status["replicas"]:
+        replicas = Table("server", "state", "calls in flight", "moved elsewhere", "why", title="engine servers")
+        for one in status["replicas"]:
+            counted = (str(one["in_flight"]), str(one["moved"]))
+            replicas.add_row(one["name"], one["state"], *counted, one["why"] or "")
+        console.print(replicas)
     counts = Table("what", "count", title="rollouts and calls")
     for key, value in status["rollouts"].items():
         counts.add_row(key, str(value))

@@ -9,18 +9,21 @@ It refuses unknown names and values outside their range, naming the setting.
 from __future__ import annotations
 
 import argparse
+import shlex
 import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from art_backends.errors import ConfigError
 from art_backends.problems import problem
+
+_URL = r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$"
 
 
 class Provider(BaseModel):
@@ -30,7 +33,7 @@ class Provider(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="its name in records and errors")
     url: str = Field(
-        pattern=r"^https?://[^/?#@\s]+(/[^?#@\s]*)?$",
+        pattern=_URL,
         description="its address, for example https://api.openai.com/v1",
     )
     format: Literal["openai", "anthropic"] = Field("openai", description="the formats that it speaks")
@@ -220,12 +223,48 @@ class TrainConfig(BaseModel):
     pack_tokens: int = Field(4096, ge=64, description="most tokens computed in one forward and backward pass")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     max_kl: float | None = Field(None, gt=0, description="a step whose KL to the version before exceeds this is undone")
+    max_sampler_kl: float | None = Field(
+        None,
+        gt=0,
+        description="a step whose measured KL(sampler || trainer) exceeds this is not made: the engine samples from "
+        "other weights, or in another precision, than the trainer's",
+    )
+
+    # the engine
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded", description="what answers: the embedded engine, or vLLM in an environment of its own"
+    )
+    engine_url: list[Annotated[str, Field(pattern=_URL)]] = Field(
+        default_factory=list, description="addresses of vLLM servers that run already; none is started then"
+    )
+    vllm: str = Field(
+        "",
+        description="interpreter that has vLLM, or a whole command such as `uvx --from vllm vllm serve` (default: what "
+        "`art-backends vllm install` made)",
+    )
+    vllm_args: str = Field("", description="further options of vLLM's, as in a shell; they win over ours")
+    vllm_sleep: bool = Field(
+        False, description="vLLM sleeps while a step trains, so that both can use all of one GPU; calls wait"
+    )
 
     # the machine
     device: str = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's and the trainer's weights")
     threads: int = Field(0, ge=0, description="CPU threads of the worker (0: all cores)")
-    max_model_len: int = Field(4096, ge=64, description="longest sequence the embedded engine serves, in tokens")
+    max_model_len: int = Field(4096, ge=64, description="longest sequence that the engine serves, in tokens")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _attached(cls, values: Any) -> Any:
+        """Addresses of running servers say which engine it is. On a command line they may be one word."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("engine_url"), list | tuple | str):
+            return values
+        given = values["engine_url"]
+        words = [given] if isinstance(given, str) else given
+        if not words or not all(isinstance(word, str) for word in words):
+            return values
+        urls = [url.strip() for word in words for url in word.split(",") if url.strip()]
+        return {"engine": "vllm", **values, "engine_url": urls}
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -235,7 +274,26 @@ class TrainConfig(BaseModel):
             raise ValueError("overlap needs a max_staleness of at least 1: what is played ahead is one version old")
         if self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor must be below importance_cap")
+        _check_engine(self)
         return self
+
+
+def _check_engine(config: TrainConfig) -> None:
+    for name in ("vllm", "vllm_args"):
+        try:
+            shlex.split(getattr(config, name))
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be taken apart: {error}") from None
+    if not config.engine_url:
+        return
+    if config.engine != "vllm":
+        raise ValueError(f"engine_url names vLLM servers, and engine is {config.engine}: leave one of them out")
+    if len(set(config.engine_url)) < len(config.engine_url):
+        raise ValueError("engine_url names a server twice")
+    if config.vllm or config.vllm_args or config.vllm_sleep:
+        raise ValueError(
+            "engine_url names servers that run already: vllm, vllm_args and vllm_sleep are for one that is started here"
+        )
 
 
 _OPTIONS = "command line"
@@ -246,6 +304,8 @@ _KNOWN += [f"privacy.{name}" for name in Privacy.model_fields]
 # What whoever loads the model goes by; the adapter's shape with it, because all versions of a folder share one.
 MODEL_SETTINGS = frozenset({"base_model", "init_adapter", "chat_template", "rank", "alpha", "rslora", "target_modules"})
 MODEL_SETTINGS |= {"device", "dtype", "threads", "max_model_len"}
+ENGINE_SETTINGS = frozenset({"engine", "engine_url", "vllm", "vllm_args", "vllm_sleep"})
+MODEL_SETTINGS |= ENGINE_SETTINGS
 FILE_ONLY = frozenset({"providers", "limits", "privacy"})  # tables: they have no option
 
 
@@ -264,6 +324,7 @@ def make_config(
         for item in error.errors():
             name = str(item["loc"][0]) if item["loc"] else ""
             shown, place = name, by if name in over else source
+            item = {**item, "type": _KINDS.get((name, item["type"]), item["type"])}  # noqa: PLW2901
             if name in over and by == _OPTIONS:
                 shown, place = _option(name), ""
             elif name in FILE_ONLY:
@@ -276,6 +337,7 @@ def make_config(
 
 
 _KINDS = {("providers", "list_type"): "list_of_tables", ("url", "string_pattern_mismatch"): "url_pattern"}
+_KINDS |= {("engine_url", "string_pattern_mismatch"): "url_pattern"}
 
 
 def _in_table(item: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -336,7 +398,7 @@ def _help(field: FieldInfo) -> str:
     """A field's description and its default, as it is written on a command line; a default of nothing says nothing."""
     text = (field.description or "").replace("%", "%%")
     default = field.get_default(call_default_factory=True)
-    if default is None or default == []:
+    if default in (None, [], ""):
         return text
     if isinstance(default, bool):
         default = "yes" if default else "no"

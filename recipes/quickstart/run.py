@@ -28,7 +28,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="training steps at most (default: 40)")
     parser.add_argument("--held-out", type=int, default=60, help="held-out questions (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], help="what answers (default: embedded)")
+    parser.add_argument("--engine-url", help="addresses of vLLM servers that run already, with commas between them")
+    parser.add_argument("--vllm", help="interpreter or command of vLLM (default: of `art-backends vllm install`)")
     options = parser.parse_args()
+    engine = {name: getattr(options, name) for name in ("engine", "engine_url", "vllm") if getattr(options, name)}
     try:
         report = art_langgraph.train(
             graph,
@@ -39,6 +43,7 @@ def main() -> int:
             steps=options.steps,
             seed=options.seed,
             **SETTINGS,
+            **engine,
         )
     except ArtError as error:
         sys.stderr.write(f"{error}\n")

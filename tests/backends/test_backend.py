@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from art_backends import backend as module
-from art_backends.backend import LocalServer
+from art_backends.backend import LocalBackend, LocalServer
 from art_backends.config import TrainConfig
-from art_backends.errors import ArtError, FolderInUseError, ModelNotFoundError, ServerError
+from art_backends.errors import ArtError, ConfigError, FolderInUseError, ModelNotFoundError, ServerError
 
 FAKE_WORKER = Path(__file__).parent / "server" / "fake_worker.py"
 
@@ -22,14 +22,14 @@ FAKE_WORKER = Path(__file__).parent / "server" / "fake_worker.py"
 REAL_SERVER = f"""
 import sys
 from art_backends import cli
-from art_backends.server import run
+from art_backends.server import hosting
 from art_backends.server.supervisor import Supervisor
 
 def worker(config, folder):
     command = [sys.executable, {str(FAKE_WORKER)!r}, "--versions", str(folder.versions), "--faults", str(folder.path)]
     return Supervisor(command, log_file=folder.path / "logs" / "worker.log")
 
-run._worker = worker
+hosting.worker = worker
 assert sys.argv[1:4] == ["-m", "art_backends.cli", "serve"], sys.argv
 sys.exit(cli.main(sys.argv[3:]))
 """
@@ -171,7 +171,7 @@ def test_the_server_ends_when_its_starter_is_killed(config, python):
     script = f"""
 import asyncio
 from pathlib import Path
-from art_backends.backend import LocalServer
+from art_backends.backend import LocalBackend, LocalServer
 from art_backends.config import TrainConfig
 async def main():
     async with LocalServer(TrainConfig(folder=Path({str(config.folder)!r})), python={python(REAL_SERVER)!r}):
@@ -204,3 +204,24 @@ async def test_a_python_that_is_not_there(config, tmp_path):
     with pytest.raises(ArtError, match=r"the server could not be started: .*nothing"):
         async with LocalServer(config, python=str(tmp_path / "nothing")):
             pass
+
+
+async def test_the_engine_of_a_backend_is_that_of_its_models(config, monkeypatch):
+    started: list[TrainConfig] = []
+
+    async def enter(self: LocalServer) -> LocalServer:
+        started.append(self.config)
+        return self
+
+    monkeypatch.setattr(LocalServer, "__aenter__", enter)
+    named = config.model_copy(update={"vllm_args": "--seed 3"})
+    for given, wanted in (
+        ({}, ("embedded", [], "--seed 3")),
+        ({"engine": "vllm"}, ("vllm", [], "--seed 3")),
+        ({"engine": "vllm", "vllm_args": ""}, ("vllm", [], "")),
+        ({"engine_url": "http://a:1,http://b:2", "vllm_args": ""}, ("vllm", ["http://a:1", "http://b:2"], "")),
+    ):
+        await LocalBackend(path=".art", **given).start(named)
+        assert (started[-1].engine, started[-1].engine_url, started[-1].vllm_args) == wanted
+    with pytest.raises(ConfigError, match="LocalBackend: engine must be 'embedded' or 'vllm', not 'x'"):
+        LocalBackend(engine="x")  # type: ignore[arg-type]

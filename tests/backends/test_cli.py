@@ -10,6 +10,7 @@ import pytest
 from art_backends import cli, cli_train
 from art_backends.cli import main
 from art_backends.config import FILE_ONLY, TrainConfig
+from art_backends.engines.vllm import environment
 from art_backends.server.folder import PolicyFile
 
 
@@ -72,6 +73,30 @@ def test_defaults_given_in_so_many_words_win_too(served, tmp_path):
     PolicyFile.create(tmp_path, TrainConfig(folder=tmp_path, rank=4), "digest")
     assert main(["serve", "--folder", str(tmp_path), "--rank", "8"]) == 0
     assert served[0].rank == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], {"engine": "vllm", "engine_url": ["http://a:1"]}),
+        (["--engine", "embedded"], {"engine": "embedded", "engine_url": []}),
+        (["--engine", "vllm"], {"engine": "vllm", "engine_url": []}),
+        (["--engine-url", "http://b:2"], {"engine": "vllm", "engine_url": ["http://b:2"]}),
+    ],
+)
+def test_a_folder_is_served_by_its_engine_unless_another_is_named(served, tmp_path, words, wanted):
+    PolicyFile.create(tmp_path, TrainConfig(folder=tmp_path, engine_url=["http://a:1"]), "digest")
+    assert main(["serve", "--folder", str(tmp_path), *words]) == 0
+    assert {name: getattr(served[0], name) for name in wanted} == wanted
+
+
+def test_a_vllm_that_was_named_once_is_started_again(served, tmp_path):
+    kept = {"vllm": "/opt/vllm/bin/python", "vllm_args": "--max-num-seqs 8"}
+    PolicyFile.create(tmp_path, TrainConfig(folder=tmp_path, engine="vllm", **kept), "digest")
+    assert main(["serve", "--folder", str(tmp_path), "--engine", "vllm", "--vllm-args=--seed 3"]) == 0
+    assert (served[0].vllm, served[0].vllm_args) == ("/opt/vllm/bin/python", "--seed 3")
+    assert main(["serve", "--folder", str(tmp_path), "--engine", "embedded"]) == 0
+    assert (served[1].vllm, served[1].vllm_args) == ("", "")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3"])
@@ -227,3 +252,23 @@ def test_a_folder_in_the_home_is_served_with_its_own_settings(served, tmp_path, 
     PolicyFile.create(tmp_path / "run", TrainConfig(rank=4), "digest")
     assert main(["serve", "--folder=~/run"]) == 0
     assert served[0].rank == 4
+
+
+# vLLM's environment
+
+
+def test_vllm_is_installed_by_a_command(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def install(package, torch, *, say):
+        given.append((package, torch))
+        say("installing [it]")
+
+    monkeypatch.setenv("ART_INPLACE_CACHE", str(tmp_path))
+    assert main(["vllm", "show"]) == 0
+    assert f"{tmp_path / 'vllm'}: not made yet; make it with `art-backends vllm install`" in capsys.readouterr().out
+    monkeypatch.setattr(environment, "install", install)
+    assert main(["vllm", "install"]) == 0
+    assert main(["vllm", "install", "--package", "vllm==0.33.0", "--torch", "torch --index-url u"]) == 0
+    assert given == [(None, None), ("vllm==0.33.0", "torch --index-url u")]
+    assert "installing [it]" in capsys.readouterr().out

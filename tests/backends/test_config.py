@@ -64,11 +64,21 @@ OTHER: dict[str, Any] = {
     "pack_tokens": 1024,
     "gradient_checkpointing": True,
     "max_kl": 0.2,
+    "max_sampler_kl": 0.1,
+    "engine": "vllm",
+    "engine_url": ["http://127.0.0.1:8000", "http://10.0.0.2:8000/one"],
+    "vllm": "uvx --from vllm vllm serve",
+    "vllm_args": "--gpu-memory-utilization 0.5",
+    "vllm_sleep": True,
     "device": "cpu",
     "dtype": "bfloat16",
     "threads": 1,
     "max_model_len": 2048,
 }
+
+# Not all at once: these are for a vLLM that is started, engine_url is for others.
+STARTED = {"vllm", "vllm_args", "vllm_sleep"}
+TOGETHER = [{name: OTHER[name] for name in OTHER if name not in left_out} for left_out in (STARTED, {"engine_url"})]
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -104,12 +114,13 @@ def test_every_setting_is_tried_below():
     assert [name for name, value in OTHER.items() if getattr(default, name) == value] == []
 
 
-def test_python_flags_and_toml_are_the_same(tmp_path):
+@pytest.mark.parametrize("values", TOGETHER)
+def test_python_flags_and_toml_are_the_same(values, tmp_path):
     file = tmp_path / "art.toml"
-    wanted = TrainConfig(**OTHER)
-    assert from_arguments(parse(*flags(OTHER))) == wanted
+    wanted = TrainConfig(**values)
+    assert from_arguments(parse(*flags(values))) == wanted
     for table in ("", "[art]"):
-        file.write_text(toml(OTHER, table))
+        file.write_text(toml(values, table))
         assert from_arguments(parse(), file) == wanted
         assert make_config(load_toml(file)) == wanted
 
@@ -194,6 +205,19 @@ def test_help_has_every_description_and_default():
         ({"schedule": "cosin"}, r"schedule must be 'constant', .*, not 'cosin'; did you mean cosine\?$"),
         ({"target_modules": []}, "target_modules is empty: name at least one linear module"),
         ({"epsilon_low": 1.0}, "epsilon_low must be less than 1, not 1.0$"),
+        ({"engine": "vlm"}, r"engine must be 'embedded' or 'vllm', not 'vlm'; did you mean vllm\?$"),
+        (
+            {"engine": "embedded", "engine_url": ["http://a:1"]},
+            "engine_url names vLLM servers, and engine is embedded: leave one of them out$",
+        ),
+        ({"engine_url": ["127.0.0.1:8000"]}, "every item of engine_url must be an address such as https://"),
+        (
+            {"engine_url": ["http://me:secret@a"]},
+            "every item of engine_url must be an address .*, without a user, .*, not what was given$",
+        ),
+        ({"engine_url": ["http://a:1", "http://a:1"]}, "engine_url names a server twice$"),
+        ({"engine_url": ["http://a:1"], "vllm_sleep": True}, "engine_url names servers that run already: "),
+        ({"vllm_args": "--a 'b"}, "vllm_args cannot be taken apart: No closing quotation$"),
         ({"target_success": 1.5}, "target_success must be at most 1, not 1.5$"),
     ],
 )
@@ -313,3 +337,12 @@ def test_another_tools_table_is_told(tmp_path):
     (tmp_path / "a.toml").write_text("[tool.art]\nrank = 3\n")
     with pytest.raises(ConfigError, match=r"in a table \[art\], not in \[tool\.art\]"):
         load_toml(tmp_path / "a.toml")
+
+
+def test_addresses_say_which_engine_it_is():
+    for given in (["http://a:1", "http://b:2"], ["http://a:1,http://b:2"], "http://a:1, http://b:2"):
+        config = make_config({"engine_url": given})
+        assert (config.engine, config.engine_url) == ("vllm", ["http://a:1", "http://b:2"])
+    assert from_arguments(parse("--engine-url", "http://a:1,http://b:2")) == config
+    assert make_config(config.model_dump(mode="json")) == config
+    assert TrainConfig(engine_url=[]).engine == "embedded"

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from art_backends.proxy.completions import Completions
 from art_backends.proxy.continuation import template_kwargs
 from art_backends.proxy.dialect import Dialect, Plain, Writer
 from art_backends.proxy.doors import Answer, Counting, Door, Doors
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.exchange import Exchange
 from art_backends.proxy.identity import Identity, RolloutContext, owner_of
 from art_backends.proxy.limits import Counters, Gate, Overloaded
@@ -55,7 +56,7 @@ _CLIENT_GONE = 499  # nobody reads it; the word is nginx's
 class EngineRenderer:
     """The engine's /tokenize and /detokenize as the exact prefixes need them."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def tokenize(
@@ -67,7 +68,8 @@ class EngineRenderer:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """Ids that the engine's template renders. TemplateError if it does not take them, EngineError otherwise."""
-        body: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        shown = [_with_reasoning(message) for message in messages]
+        body: dict[str, Any] = {"messages": shown, "add_generation_prompt": add_generation_prompt}
         if tools:
             body["tools"] = tools
         if chat_template_kwargs:
@@ -90,19 +92,33 @@ class EngineRenderer:
         return text
 
 
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under both names: vLLM reads either in a chat, one when asked for the tokens."""
+    found = message.get("reasoning") or message.get("reasoning_content")
+    return message if found is None else {**message, "reasoning": found, "reasoning_content": found}
+
+
 class Proxy:
     """See the module. Lives in one event loop."""
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         store: CallStore,
         *,
         policy: PolicyView,
         limits: Limits | None = None,
         providers: Providers | None = None,
+        defaults: Mapping[str, float] | None = None,
+        keep_reasoning: bool = True,
+        tools_by_grammar: bool = False,
     ) -> None:
+        """``defaults``: what the engine samples with where a request is silent. ``keep_reasoning``: whether an answer
+        with reasoning may stand in a later prompt as it was sampled (see ``prefix.Prefixer``). The server asks the
+        engine for both. ``tools_by_grammar``: it is vLLM (see ``wire.tools_by_grammar``).
+        """
         self.limits = limits or Limits()
+        self._keep_reasoning = keep_reasoning
         self.counters = Counters()
         self._engine = engine
         self._policy = policy
@@ -124,6 +140,8 @@ class Proxy:
             limits=self.limits,
             counters=self.counters,
             observer=self._observer,
+            defaults=dict(defaults or {}),
+            tools_by_grammar=tools_by_grammar,
         )
         self.doors = Doors(self._doors())
 
@@ -175,6 +193,10 @@ class Proxy:
         """Refuse new calls with 503, wait for those in flight. False if some were left after ``seconds``."""
         return await self._gate.drain(seconds)
 
+    def closed(self) -> AbstractAsyncContextManager[None]:
+        """Within it no call is in flight, and new ones wait: none fails."""
+        return self._gate.closed()
+
     @property
     def in_flight(self) -> int:
         """Calls that hold a place now."""
@@ -186,6 +208,7 @@ class Proxy:
         longest = sorted(self._services.running.values(), key=lambda call: call[1])[:LONGEST]
         return {
             **self.counters.snapshot(),
+            **self._engine.figures(),
             "in_flight": self._gate.inside,
             "waiting": self._gate.waiting,
             "oldest": [{"rollout": rollout, "seconds": now - began} for rollout, began in longest],
@@ -334,6 +357,7 @@ class Proxy:
                 eos_ids=vocabulary.eos_ids,
                 special_tokens=vocabulary.special_tokens,
                 history=kind,
+                keep_reasoning=self._keep_reasoning,
             )
         if earlier is not None:
             try:

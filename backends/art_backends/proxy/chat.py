@@ -15,20 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from art_backends.proxy import wire
+from art_backends.proxy.continuation import effort_kwargs
 from art_backends.proxy.engine_client import CHAT
 from art_backends.proxy.identity import SamplingOverrides
 from art_backends.proxy.prefix import Prompt
 from art_backends.trajectories import Sampling
 
-# Sampling parameters that bend the distribution: a training rollout samples from the policy itself.
+# Sampling parameters that bend the distribution: a training rollout samples from the policy itself. Those that an
+# engine may set by itself (from the model's generation_config.json) are said in so many words; the others left out.
+NEUTRAL: dict[str, float] = {
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 _BENDING = (
     "seed",
-    "min_p",
     "typical_p",
     "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "length_penalty",
     "use_beam_search",
     "best_of",
@@ -87,7 +91,8 @@ class Chat:
         - ``messages`` and ``tools`` with broken-up control tokens, and the exact prompt's ids if there is one;
         - captured calls: ``return_token_ids``, ``logprobs``, ``include_reasoning`` (without it some engines hold ids
           back) and, in a stream, the usage;
-        - training rollouts: ``overrides`` in place of the app's sampling parameters.
+        - training rollouts: ``overrides`` in place of the app's sampling parameters;
+        - what an effort of reasoning means to the template, in words that every engine renders alike.
         """
         sent = wire.cleaned(body)
         sent["model"] = model
@@ -95,6 +100,8 @@ class Chat:
             sent["messages"] = prompt.messages
             if "tools" in sent:
                 sent["tools"] = prompt.tools
+        if body.get("reasoning_effort") is not None:
+            sent["chat_template_kwargs"] = effort_kwargs(body)
         if overrides is not None:
             override(sent, overrides, *self.token_limits)
         if captured:
@@ -188,6 +195,7 @@ def override(sent: dict[str, Any], overrides: SamplingOverrides, *limit_names: s
     """Put a training rollout's sampling in place of the app's. The first limit name is the one that is written."""
     for name in _BENDING:
         sent.pop(name, None)
+    sent.update(NEUTRAL)
     sent["temperature"] = overrides.temperature
     sent["top_p"] = overrides.top_p
     sent["top_k"] = overrides.top_k

@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 
 _RECENT = 8  # requests of a rollout whose digests are kept at hand: as many branches as usually run side by side
 # What a chat template sees beside messages and tools, as vLLM passes it on.
-_TEMPLATE_FIELDS = ("documents", "reasoning_effort")
+_TEMPLATE_FIELDS = ("documents",)
 # Kinds of content parts that are text, and where it stands.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -172,9 +172,20 @@ def _message_parts(message: Message, answer: Answer | None, ids: _Ids) -> list[A
     return [role, content, message.get("name")]
 
 
+def effort_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
+    """``chat_template_kwargs`` with what ``reasoning_effort`` says to a template; vLLM adds the same in a chat request,
+    and not when it is asked for the tokens of one."""
+    kwargs = dict(request.get("chat_template_kwargs") or {})
+    effort = request.get("reasoning_effort")
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+        kwargs.setdefault("enable_thinking", effort != "none")
+    return kwargs
+
+
 def template_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine hands to the chat template beside messages and tools."""
-    kwargs = dict(request.get("chat_template_kwargs") or {})
+    kwargs = effort_kwargs(request)
     for name in _TEMPLATE_FIELDS:
         if request.get(name) is not None:
             kwargs.setdefault(name, request[name])

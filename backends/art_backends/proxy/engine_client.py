@@ -1,8 +1,9 @@
 """The one client of an engine: HTTP over a Unix socket or to a URL, streams included.
 
 Limits are generous (no time limit of its own, any number of connections): deadlines belong to the caller. Nothing is
-ever sent twice: whether a call may be repeated is for the agent's SDK to decide. Redirects are not followed, cookies
-and (unless asked for) proxies of the environment are ignored, replies are asked for uncompressed.
+sent twice here: whether a call may be repeated is for the agent's SDK to decide, or, as long as nothing of its answer
+has come, for ``replicas``. Redirects are not followed, cookies and (unless asked for) proxies of the environment are
+ignored, replies are asked for uncompressed.
 
 It refuses to interpret the replies of ``/v1/chat/completions``: a status is data, only the lack of a reply raises.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -66,6 +68,7 @@ class EngineStream:
         self._response = response
         self._splitter = sse.Splitter(event_bytes)
         self._reply_bytes = reply_bytes
+        self._ahead: bytes | None = None  # reads that were only looked at
         self.status = response.status
         self.headers = [(name.lower(), value) for name, value in response.headers.items()]
         self.is_events = response.content_type == "text/event-stream"
@@ -74,16 +77,30 @@ class EngineStream:
         """The whole body. EngineError if it breaks off or exceeds the limit."""
         parts: list[bytes] = []
         size = 0
-        with _failures():
-            async for part in self._response.content.iter_any():
-                size += len(part)
-                if size > self._reply_bytes:
-                    raise EngineError(f"the engine's reply exceeds {self._reply_bytes} bytes", 502, "reply_too_large")
-                parts.append(part)
+        while part := await self.next_read():
+            size += len(part)
+            if size > self._reply_bytes:
+                raise EngineError(f"the engine's reply exceeds {self._reply_bytes} bytes", 502, "reply_too_large")
+            parts.append(part)
         return b"".join(parts)
+
+    async def peek(self, enough: Callable[[bytes], bool] = bool) -> bytes:
+        """The first reads until they are ``enough``, or all there is; they stay to be read. EngineError."""
+        ahead = self._ahead or b""
+        while not enough(ahead):
+            with _failures():
+                read = await self._response.content.readany()
+            if not read:
+                break
+            ahead += read
+        self._ahead = ahead
+        return ahead
 
     async def next_read(self, idle_seconds: float | None = None) -> bytes:
         """The bytes of the next read, as they are; none at the end. TimeoutError, EngineError."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return ahead
         with _failures():
             async with asyncio.timeout(idle_seconds):
                 return await self._response.content.readany()
@@ -154,6 +171,8 @@ class EngineClient:
         self._proxy = _proxy(self._base) if proxied else None
         self._session: aiohttp.ClientSession | None = None
         self._tokenizer: dict[str, Any] | None = None
+        self._adapters: dict[str, str] = {}  # name → path, of all that were ever loaded
+        self.address = uds if uds is not None else self._base
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -189,10 +208,12 @@ class EngineClient:
         headers: Sequence[tuple[str, str]] = (),
         *,
         first_byte_seconds: float | None = None,
+        affinity: str | None = None,
     ) -> AsyncIterator[EngineStream]:
         """POST JSON and yield once status and headers are there; leaving early aborts the request at the engine.
 
-        TimeoutError after ``first_byte_seconds``; EngineError (503 cannot be reached, 502 broke off).
+        TimeoutError after ``first_byte_seconds``; EngineError (503 cannot be reached, 502 broke off). ``affinity``
+        chooses among servers (``replicas``): here is one.
         """
         sent = {name.lower(): value for name, value in headers}
         sent |= {"content-type": "application/json", "accept-encoding": "identity"}
@@ -278,13 +299,33 @@ class EngineClient:
         self._tokenizer = None
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter under a new, immutable name. Never in place; EngineError if refused (400 duplicate)."""
+        """Load an adapter under a new, immutable name. Never in place; EngineError if refused (400 duplicate).
+
+        A name that was loaded from elsewhere is refused here (409): the engine's prefix cache may know it, and would
+        mix what the old weights computed with the new ones.
+        """
+        first = name not in self._adapters
+        known = self._adapters.setdefault(name, path)
+        if known != path:
+            raise EngineError(
+                f"{name} was loaded from {known}, and a name always stands for the same weights: it is not loaded "
+                f"from {path}; give these another version",
+                409,
+                "name_taken",
+            )
         reply = await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         if reply.status != 200:
-            raise _refused(reply, f"loading {name} from {path}")
+            if first:
+                del self._adapters[name]  # nothing of it was loaded
+            raise _refused(reply, f"loading {name} from {PurePath(path)}")
 
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter's name; calls in flight finish. EngineError if it is not there (404)."""
+    async def unload_adapter(self, name: str, *, used: bool = True) -> None:
+        """Forget an adapter's name; calls in flight finish. EngineError if it is not there (404).
+
+        ``used=False``: no call was answered with it; the name is free for other weights.
+        """
+        if not used:
+            self._adapters.pop(name, None)
         reply = await self.post("/v1/unload_lora_adapter", {"lora_name": name})
         if reply.status != 200:
             raise _refused(reply, f"unloading {name}")
@@ -309,6 +350,23 @@ class EngineClient:
         if reply.status != 200:
             return None
         return dict(_object(reply, "/metrics.json"))
+
+    # one server, as ``engine.Engine`` sees several
+
+    def servers(self) -> Mapping[str, EngineClient]:
+        """Itself: it always takes calls."""
+        return {self.address: self}
+
+    def take_out(self, server: EngineClient, reason: str) -> None:
+        """There is no other one: the caller's error says it."""
+
+    def state(self) -> list[dict[str, Any]]:
+        """Nothing: its child process says all."""
+        return []
+
+    def figures(self) -> dict[str, int]:
+        """Nothing beside the proxy's own."""
+        return {}
 
     async def _call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
         reply = await self.post(path, dict(body))

@@ -4,8 +4,9 @@ When the client goes away, the request to the engine is aborted and the call rec
 (the whole reply, or the last chunk and what ends a stream) is sent only after the outcome is durable, so an agent that
 goes on has a recorded past.
 
-It refuses to send anything twice, to hide a failure (a broken stream ends with an error event and a closed
-connection, never with ``[DONE]``), and to let trouble of the capture reach the agent.
+It refuses to send anything twice (``replicas`` may, as long as nothing of an answer has come), to hide a failure (a
+broken stream ends with an error event and a closed connection, never with ``[DONE]``), and to let trouble of the
+capture reach the agent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from art_backends.proxy.outcome import Assembler, Outcome
 from art_backends.proxy.placed import Placed
 from art_backends.proxy.prefix import Prompt
 from art_backends.proxy.services import Services
-from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode
+from art_backends.trajectories import CallStatus, CaptureLevel, PromptMode, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Exchange(Placed):
         with services.policy.lease(version) as model:
             try:
                 if context is not None:
-                    recording = await self._begin(context, self._endpoint.sampling(self._shape(model, None)))
+                    recording = await self._begin(context, self._sampling(model))
                     services.counters.constrained += recording.call.sampling.constrained
                 await self._ask(send, model)
             except asyncio.CancelledError:
@@ -89,15 +90,26 @@ class Exchange(Placed):
                 if self._recording is not None:
                     services.recorder.end(self._recording)
 
+    def _sampling(self, model: str) -> Sampling:
+        """The sampling parameters in force."""
+        sent = self._shape(model, None)
+        sampling = self._endpoint.sampling(sent)
+        if self._services.tools_by_grammar and wire.tools_by_grammar(sent):
+            return sampling.model_copy(update={"constrained": True})
+        return sampling
+
     def _shape(self, model: str, prompt: Prompt | None) -> dict[str, Any]:
         context = self._context
-        return self._endpoint.shape(
+        sent = self._endpoint.shape(
             self._request,
             model=model,
             captured=context is not None,
             overrides=None if context is None else context.sampling(),
             prompt=prompt,
         )
+        if context is not None:  # said in so many words, so that what is recorded is what is in force
+            sent.update({name: value for name, value in self._services.defaults.items() if sent.get(name) is None})
+        return sent
 
     async def _ask(self, send: Send, model: str) -> None:
         services, limits = self._services, self._services.limits
@@ -105,10 +117,15 @@ class Exchange(Placed):
             async with asyncio.timeout(limits.first_byte_seconds):
                 prompt = await self._prompt()
             sent = self._shape(model, prompt)
-            headers = wire.request_headers(self._request_headers, None if self._context is None else self._context.id)
+            rollout = None if self._context is None else self._context.id
+            headers = wire.request_headers(self._request_headers, rollout)
             headers += self._observed.onward()
             async with services.engine.open(
-                self._endpoint.path, orjson.dumps(sent), headers, first_byte_seconds=limits.first_byte_seconds
+                self._endpoint.path,
+                orjson.dumps(sent),
+                headers,
+                first_byte_seconds=limits.first_byte_seconds,
+                affinity=rollout,
             ) as reply:
                 async with asyncio.timeout(limits.total_seconds):
                     if reply.status == 200 and reply.is_events:

@@ -7,6 +7,8 @@ counted. It refuses to know about HTTP: the exchange turns ``Overloaded`` into a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -66,6 +68,8 @@ class Gate:
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
+        self._open = asyncio.Event()
+        self._open.set()
 
     @property
     def inside(self) -> int:
@@ -78,6 +82,7 @@ class Gate:
         return self._waiting
 
     async def __aenter__(self) -> None:
+        await self._open.wait()
         if self._draining:
             self._counters.refused_draining += 1
             raise Overloaded(503, "the server is stopping", 5)
@@ -110,14 +115,27 @@ class Gate:
         if self._inside == 0:
             self._empty.set()
 
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """New calls wait outside for as long as this lasts, which begins when nobody is inside any more."""
+        self._open.clear()
+        try:
+            await self._emptied()
+            yield
+        finally:
+            self._open.set()
+
+    async def _emptied(self) -> None:
+        while self._inside or self._waiting:
+            await self._empty.wait()
+            await asyncio.sleep(0)  # those who waited step in
+
     async def drain(self, seconds: float) -> bool:
         """Refuse new calls; wait until those inside have ended. False if some had not after ``seconds``."""
         self._draining = True
         try:
             async with asyncio.timeout(seconds):
-                while self._inside or self._waiting:
-                    await self._empty.wait()
-                    await asyncio.sleep(0)  # those who waited step in
+                await self._emptied()
         except TimeoutError:
             return False
         return True

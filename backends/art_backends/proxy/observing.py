@@ -29,7 +29,11 @@ else:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
-_GAUGES = {"in_flight": "calls that hold a place", "waiting": "calls that wait for a place"}
+_GAUGES = {
+    "in_flight": "calls that hold a place",
+    "waiting": "calls that wait for a place",
+    "replicas_up": "engine servers that take calls, where there may be several",
+}
 
 
 class Observer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from art_backends.config import Limits
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.limits import Counters, Gate
 from art_backends.proxy.observing import Observer
 from art_backends.proxy.prefix import Prompt, RolloutIndex
@@ -51,7 +51,7 @@ class Prompter(Protocol):
 class Services:
     """What every exchange uses."""
 
-    engine: EngineClient
+    engine: Engine
     recorder: Recorder
     policy: PolicyView
     prompter: Prompter
@@ -59,4 +59,6 @@ class Services:
     limits: Limits
     counters: Counters
     observer: Observer
+    defaults: dict[str, float] = field(default_factory=dict)  # what the engine samples with where a request is silent
+    tools_by_grammar: bool = False  # the engine writes some tool calls under a grammar; see ``wire.tools_by_grammar``
     running: dict[int, tuple[str | None, float]] = field(default_factory=dict)  # id → rollout, time.monotonic()

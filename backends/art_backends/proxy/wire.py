@@ -249,3 +249,14 @@ def constrained(body: Mapping[str, Any]) -> bool:
         body.get(name)
         for name in ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "logits_processors")
     ) or any(key.startswith("guided_") and value for key, value in body.items())
+
+
+def tools_by_grammar(body: Mapping[str, Any]) -> bool:
+    """Whether vLLM writes tool calls under a grammar though they are the model's choice: it does for a tool that is
+    ``strict``, and where only one call at a time is wanted."""
+    tools = body.get("tools")
+    if not isinstance(tools, list) or not tools or body.get("tool_choice") == "none":
+        return False
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    strict = any(isinstance(function, dict) and function.get("strict") is True for function in functions)
+    return strict or body.get("parallel_tool_calls") is False

@@ -31,7 +31,7 @@ from art_backends.errors import (
     ServerError,
     StoreError,
 )
-from art_backends.proxy.engine_client import EngineClient
+from art_backends.proxy.engine import Engine
 from art_backends.server.auth import CONTROL, error
 from art_backends.server.folder import PolicyFile
 from art_backends.server.policy import PolicyTable
@@ -122,7 +122,7 @@ class Services:
     sessions: Sessions
     steps: Steps
     retention: Retention
-    engine: EngineClient
+    engine: Engine
     children: Sequence[Any]  # each with state()
     policy_file: PolicyFile
     counters: Callable[[], dict[str, Any]]  # of the proxy
@@ -166,6 +166,7 @@ class Control:
                 "rollouts": counts,
                 "proxy": s.counters(),
                 "engine": engine,
+                "replicas": s.engine.state(),
                 "store": {"path": str(s.store.path), "broken": s.store.broken},
                 "step_running": s.steps.running(),
                 "uptime": time.time() - s.started,

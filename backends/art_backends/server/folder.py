@@ -194,6 +194,7 @@ class PolicyFile:
         content = {"base_model": config.base_model, "digest": digest, "chat_template": template, **fixed}
         # not checked on resume, but what `art-backends serve` goes by when it is told nothing else
         content |= config.model_dump(include={"models", "dtype", "max_model_len", "history"})
+        content |= config.model_dump(include={"engine", "engine_url", "vllm", "vllm_args"})
         try:
             replace_json(path, content)
         except OSError as error:

@@ -1,6 +1,6 @@
 """Starts the server on a run folder, serves until told to stop, and stops in order.
 
-Start: see that nobody holds the folder, bind the address, lock the folder, start the worker, check that folder and
+Start: see that nobody holds the folder, bind the address, lock the folder, start the children, check that folder and
 settings fit, reconcile, probe, serve, announce. Stop (SIGTERM, SIGINT, or the parent's end): take no new calls, let
 those in flight finish within a deadline, end the step in the making (it is made again), close store and worker.
 
@@ -20,9 +20,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
@@ -30,22 +30,23 @@ from art_backends.child import when_input_ends
 from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ConfigError, EngineError, ServerError, StoreError
 from art_backends.proxy.app import Proxy
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.providers import Providers
 from art_backends.redaction import Redactor, guard_logs
-from art_backends.server import app, origin, probe
+from art_backends.server import app, origin, probe, probe_reasoning, probe_sampling
 from art_backends.server.adapters import Adapters
 from art_backends.server.auth import HostRules, is_loopback
 from art_backends.server.control import Services
 from art_backends.server.folder import PolicyFile, RunFolder, read_pin
 from art_backends.server.holder import held_by
+from art_backends.server.hosting import MakeWorker, choose
 from art_backends.server.policy import PolicyTable
 from art_backends.server.reconcile import reconcile
 from art_backends.server.retention import Retention
 from art_backends.server.sessions import Sessions, digest
 from art_backends.server.steps import Steps
-from art_backends.server.supervisor import Supervisor
 from art_backends.server.traffic import Traffic
 from art_backends.store import AsyncStore
 from art_backends.trajectories import CaptureLevel
@@ -57,20 +58,6 @@ HOUSEKEEPING_SECONDS = 5.0
 LOG_BYTES = 10 * 1024 * 1024  # of server.log, then it is kept once as server.log.1
 
 
-class Worker(Protocol):
-    """What is needed of a supervised worker; see ``supervisor.Supervisor``."""
-
-    socket: Path
-    ready: dict[str, Any]
-    on_restart: Callable[[], Awaitable[None]] | None
-    healthy: Callable[[], Awaitable[bool]] | None
-
-    async def start(self) -> None: ...
-    async def wait_ready(self, deadline: float) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    async def stop(self) -> None: ...
-
-
 async def serve(
     config: TrainConfig,
     *,
@@ -80,7 +67,7 @@ async def serve(
     exit_with_parent: bool = False,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
-    make_worker: Callable[[TrainConfig, RunFolder], Worker] | None = None,
+    make_worker: MakeWorker | None = None,
     rollout_ttl: float | None = None,
     drain_seconds: float = DRAIN_SECONDS,
 ) -> None:
@@ -103,7 +90,7 @@ async def serve(
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listener.getsockname()[1]}"
         async with _parts(
-            config, folder, host=host, url=url, make_worker=make_worker or _worker, rollout_ttl=rollout_ttl
+            config, folder, host=host, url=url, make_worker=make_worker, rollout_ttl=rollout_ttl
         ) as parts:
             server = _Server(
                 uvicorn.Config(
@@ -165,7 +152,7 @@ async def _parts(
     *,
     host: str,
     url: str,
-    make_worker: Callable[[TrainConfig, RunFolder], Worker],
+    make_worker: MakeWorker | None,
     rollout_ttl: float | None,
 ) -> AsyncIterator[_Parts]:
     started = time.time()
@@ -178,20 +165,17 @@ async def _parts(
         guard_logs(redactor)
         store = await AsyncStore.open(folder.store, redactor)
         stack.push_async_callback(store.aclose)
-        worker = make_worker(config, folder)
-        stack.push_async_callback(worker.stop)
-        log.info("loading %s", config.base_model)
-        await worker.start()
-        model_digest = str(worker.ready.get("digest"))
+        hosting = choose(config, folder, make_worker)
+        stack.push_async_callback(hosting.aclose)
+        await hosting.start()
+        model_digest, engine = hosting.digest, hosting.engine
         origin.check(config, folder.versions, model_digest)  # before the folder is bound to these settings
         if policy_file is None:
             policy_file = PolicyFile.create(folder.path, config, model_digest)
         policy_file.check(config, model_digest)
         limits = config.limits
-        engine = EngineClient(uds=str(worker.socket), event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
-        stack.push_async_callback(engine.aclose)
         policies = PolicyTable(config.name, base_model=await probe.base_id(engine), models=config.models)
-        policies.capture, policies.exact_prompts = await probe.capture_level(engine, policies.base_id)
+        policies.capture, policies.exact_prompts = await hosting.capture(policies.base_id)
         if policies.capture is not CaptureLevel.TOKENS:
             log.warning("the engine gives %s only: calls are served, none can be trained", policies.capture)
         adapters = Adapters(engine, policies, folder.versions)
@@ -207,26 +191,40 @@ async def _parts(
         )
         sessions = Sessions(store, policies, adapters, config, ttl=rollout_ttl)
         await _fixed_tokens(folder, store, sessions)
-        steps = Steps(
-            store=store, policies=policies, adapters=adapters, engine=engine, worker=worker, versions=folder.versions
-        )
-        stack.push_async_callback(steps.aclose)
         providers = Providers(config.providers)
         stack.push_async_callback(providers.aclose)
-        proxy = Proxy(engine, store, policy=policies, limits=limits, providers=providers)
+        proxy = Proxy(
+            engine,
+            store,
+            policy=policies,
+            limits=limits,
+            providers=providers,
+            **await _own_ways(config, engine, policies.base_id),
+        )
         sessions.on_closed = proxy.forget
+        steps = Steps(
+            store=store,
+            policies=policies,
+            adapters=adapters,
+            engine=engine,
+            engine_child=hosting,
+            trainer=hosting.trainer,
+            worker=hosting.worker,
+            versions=folder.versions,
+            training=lambda: hosting.training(proxy.closed),
+        )
+        stack.push_async_callback(steps.aclose)
         traffic = _traffic(config, store, policies, proxy)
         stack.push_async_callback(traffic.close_all)
 
-        async def restarted() -> None:
+        async def restarted(server: EngineClient | None) -> None:
             proxy.engine_changed()
             try:
-                await adapters.reload()
+                await adapters.reload(server)
             except (AdapterError, EngineError) as error:
-                raise ServerError(f"the restarted worker does not serve the adapter: {error}") from error
+                raise ServerError(f"the restarted engine does not serve the adapter: {error}") from error
 
-        worker.on_restart = restarted
-        worker.healthy = engine.healthy
+        hosting.on_return(restarted)
         services = Services(
             store=store,
             policies=policies,
@@ -241,7 +239,7 @@ async def _parts(
                 forget_calls=proxy.forget,
             ),
             engine=engine,
-            children=[worker],
+            children=hosting.children(),
             policy_file=policy_file,
             counters=proxy.snapshot,
             url=url,
@@ -251,10 +249,21 @@ async def _parts(
             services,
             proxy,
             HostRules(host),
-            engine_up=lambda: worker.state()["state"] == "up",
-            wait_for_engine=worker.wait_ready,
+            engine_up=hosting.up,
+            wait_for_engine=hosting.wait_ready,
         )
         yield _Parts(services, proxy, adapters, traffic, asgi)
+
+
+async def _own_ways(config: TrainConfig, engine: Engine, model: str) -> dict[str, Any]:
+    """What the proxy has to know of vLLM that the embedded engine does not do."""
+    if config.engine != "vllm":
+        return {}
+    return {
+        "defaults": await probe_sampling.defaults(engine, model),
+        "keep_reasoning": await probe_reasoning.may_be_kept(engine, model),
+        "tools_by_grammar": True,
+    }
 
 
 def _traffic(config: TrainConfig, store: AsyncStore, policies: PolicyTable, proxy: Proxy) -> Traffic:
@@ -293,24 +302,6 @@ async def _housekeeping(parts: _Parts) -> None:
             await parts.services.retention.expire()
         except Exception:  # boundary: housekeeping goes on whatever one round met
             log.exception("housekeeping failed; it is tried again in %.0f s", HOUSEKEEPING_SECONDS)
-
-
-def _worker(config: TrainConfig, folder: RunFolder) -> Supervisor:
-    command = [sys.executable, "-m", "art_backends.worker"]
-    options: dict[str, Any] = {
-        "--base-model": config.base_model,
-        "--name": config.name,
-        "--versions": folder.versions,
-        "--dtype": config.dtype,
-        "--device": config.device,
-        "--threads": config.threads,
-        "--max-model-len": config.max_model_len,
-    }
-    if config.chat_template is not None:
-        options["--chat-template"] = config.chat_template.expanduser().absolute()
-    for option, value in options.items():
-        command += [option, str(value)]
-    return Supervisor(command, log_file=folder.path / "logs" / "worker.log", name="worker")
 
 
 def _bind(host: str, port: int, *, allow_remote: bool, write_seconds: float) -> socket.socket:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ArtError, EngineError, ServerError, StoreError, TrainingError, revive
 from art_backends.proxy import examples
 from art_backends.proxy.app import EngineRenderer
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.tail import Vocabulary
 from art_backends.server import worker_jobs
@@ -43,8 +45,6 @@ class WorkerChild(Protocol):
     """What is needed of the supervisor."""
 
     async def wait_ready(self, deadline: float) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
 
 
 class Job:
@@ -76,15 +76,23 @@ class Steps:
         store: AsyncStore,
         policies: PolicyTable,
         adapters: Adapters,
-        engine: EngineClient,
+        engine: Engine,
+        engine_child: WorkerChild,
+        trainer: EngineClient,
         worker: WorkerChild,
         versions: Path,
+        training: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
+        """``worker`` takes the steps, by way of ``trainer``; ``engine_child`` is what answers for ``engine``, which may
+        be the same. ``training()`` surrounds each training."""
         self._store = store
         self._policies = policies
         self._adapters = adapters
         self._engine = engine
+        self._trainer = trainer
         self._worker = worker
+        self._engine_child = engine_child
+        self._training = training
         self._versions = versions
         self._job: Job | None = None
         self._unrecorded: dict[int, StepOutcome] = {}  # made, but the store could not be written
@@ -195,7 +203,8 @@ class Steps:
                 groups=groups,
                 imitate=job.examples is not None,
             )
-            outcome = await self._train(job, content)
+            async with self._training():
+                outcome = await self._train(job, content)
         else:
             reason = "no_rollouts: none of the step's rollouts can be trained" + _histogram(excluded)
             outcome = StepOutcome(kind="skipped", version=self._policies.newest, reason=reason)
@@ -248,7 +257,7 @@ class Steps:
             await self._worker.wait_ready(READY_SECONDS)
             accepted = False
             try:
-                name = await worker_jobs.submit(self._engine, content)
+                name = await worker_jobs.submit(self._trainer, content)
                 accepted = True
                 delays = _Backoff(UNREACHABLE_SECONDS)
                 return await self._follow(job, name)
@@ -268,7 +277,7 @@ class Steps:
 
     async def _follow(self, job: Job, name: str) -> StepOutcome:
         while True:
-            report = await worker_jobs.report(self._engine, name)
+            report = await worker_jobs.report(self._trainer, name)
             job.progress = report.progress
             if report.state == "failed":
                 raise _reported(report.error or {})
@@ -280,7 +289,7 @@ class Steps:
     async def _swap(self, version: int) -> None:
         delays = _Backoff(UNREACHABLE_SECONDS)
         for attempt in range(1, SWAP_TRIES + 1):
-            await self._worker.wait_ready(READY_SECONDS)
+            await self._engine_child.wait_ready(READY_SECONDS)
             try:
                 await self._adapters.load(version)
             except AdapterError as error:

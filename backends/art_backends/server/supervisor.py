@@ -34,6 +34,7 @@ LONGEST_PAUSE = 10.0
 LOOK_SECONDS = 10.0  # between two looks at a child's health, and until a look is given up
 HUNG_SECONDS = 180.0  # without being healthy until a child is taken to hang
 STACKS_GRACE = 3.0  # seconds that it has to write its stacks
+READY_BYTES = 1024 * 1024  # of the ready line, which may hold a chat template
 STOP_GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 
 # glibc gives large blocks back to the kernel at once and faults them in again: keeping them made training on a CPU
@@ -116,6 +117,17 @@ class Supervisor:
             "restarts": self.restarts,
         }
 
+    async def replace(self) -> None:
+        """Kill the child; from here on a new one is waited for, which the watch starts."""
+        if self._failure is not None:
+            return
+        self._up.clear()
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
     async def stop(self) -> None:
         """End the child: standard input closed and SIGTERM, SIGKILL after a grace."""
         self._stopping = True
@@ -136,6 +148,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=stream,
+                    limit=READY_BYTES,
                     env={**ALLOCATOR, **os.environ, "TOKENIZERS_PARALLELISM": "false"},
                     start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
                 )

@@ -69,6 +69,8 @@ def importance_metrics(old: Floats, sampled: Floats, weights: Floats) -> dict[st
     """How far the trainer's distribution is from the sampler's, over all trained tokens, [M] each."""
     difference = np.abs(old - sampled)
     return {
+        "sampling/kl": sampler_kl(old, sampled),
+        "sampling/ratio/max": float(_ratio(old, sampled).max()),  # before the cap
         "sampling/sampling_logp_difference/mean": float(difference.mean()),
         "sampling/sampling_logp_difference/max": float(difference.max()),
         "sampling/importance_sampling_ratio/min": float(weights.min()),
@@ -77,6 +79,16 @@ def importance_metrics(old: Floats, sampled: Floats, weights: Floats) -> dict[st
         # Kish's effective sample size as a share of the tokens: 1 when sampler and trainer agree.
         "ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if weights.any() else 0.0,
     }
+
+
+def sampler_kl(old: Floats, sampled: Floats) -> float:
+    """Schulman's k3 estimate of KL(sampler ‖ trainer), mean over tokens drawn from the sampler: never negative."""
+    return float((_ratio(old, sampled) - 1 - (old - sampled)).mean())
+
+
+def _ratio(old: Floats, sampled: Floats) -> Floats:
+    """Trainer ÷ sampler; where it would leave the numbers there are, a number that is as good as infinite."""
+    return np.exp(np.minimum(old - sampled, 700.0))
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

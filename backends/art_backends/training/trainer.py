@@ -4,12 +4,14 @@ A step is a function of the request and of ``NAME@from_version`` alone: packs ar
 random numbers, so a trainer that is killed and restarted writes the same bytes. What is in memory is only a copy of
 a version; whenever something goes wrong it is dropped and read again.
 
-It refuses to write anything but a complete version: a step without spread, with numbers that are not finite, or that
-moves the policy beyond ``max_kl`` leaves adapter, optimizer and version as they were.
+It refuses to write anything but a complete version: a step without spread, with numbers that are not finite, that
+moves the policy beyond ``max_kl``, or whose sampler is further from the trainer than ``max_sampler_kl`` leaves adapter,
+optimizer and version as they were.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
@@ -34,7 +36,7 @@ from art_backends.trajectories import version_name
 
 TIMING = "timing.json"  # beside state.json: seconds differ from run to run, the state's bytes must not
 
-_IMITATION = {"objective": "reinforce", "importance": "off", "kl_coefficient": 0.0}
+_IMITATION = {"objective": "reinforce", "importance": "off", "kl_coefficient": 0.0, "max_sampler_kl": None}
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,13 @@ class Trainer:
         except BaseException:
             self._loaded_forget()  # the weights may be in between
             raise
+
+    def release(self) -> None:
+        """Give back the device's memory; the next step reads model, adapter and optimizer again."""
+        self._plain = self._loaded = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # ---- before
 
@@ -185,6 +194,16 @@ class Trainer:
         if limit is not None and measured.step_kl is not None and not measured.step_kl <= limit:
             log.warning("step %d: KL %.3g exceeds max_kl %g, undone", request.step, measured.step_kl, limit)
             return "kl"
+        limit = request.config.max_sampler_kl
+        if limit is not None and measured.sampler_kl is not None and not measured.sampler_kl <= limit:
+            log.warning(
+                "step %d: KL(sampler || trainer) is %.3g, more than max_sampler_kl %g, undone: the engine answers from "
+                "other weights, or in another precision, than the trainer's",
+                request.step,
+                measured.sampler_kl,
+                limit,
+            )
+            return "sampler_kl"
         return None
 
     # ---- after

@@ -27,10 +27,12 @@ from art_backends.training.sequences import Floats
 @dataclass
 class Measured:
     """Figures of a step. ``finite`` is false if a loss, a gradient or a weight was not; ``step_kl`` is the measured
-    KL to the policy before the step, where a limit asked for it."""
+    KL to the policy before the step, where a limit asked for it; ``sampler_kl`` that from the sampler to the trainer,
+    where the sampler's logprobs are used."""
 
     finite: bool = True
     step_kl: float | None = None
+    sampler_kl: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -80,6 +82,7 @@ class Updates:
                 measured.finite = False
                 break
         measured.metrics = self._metrics(seen)
+        measured.sampler_kl = measured.metrics.get("sampling/kl")
         if measured.finite and self._config.max_kl is not None:
             measured.step_kl = self._step_kl(self._measure())
             measured.metrics["kl/step"] = measured.step_kl
@@ -190,7 +193,7 @@ class Updates:
                 old.append(mine.numpy())
                 sampled.append(pack.occurrence_logprob)
                 weights.append(losses.importance(mine, theirs, self._config).numpy())
-        if old and self._config.importance != "off":
+        if old and (self._config.importance != "off" or self._config.max_sampler_kl is not None):
             metrics.update(
                 report.importance_metrics(np.concatenate(old), np.concatenate(sampled), np.concatenate(weights))
             )

@@ -1,5 +1,8 @@
 """``python -m art_backends.worker``: the embedded engine and the trainer on one Unix socket.
 
+With ``--no-engine`` the trainer alone, and what the model's files tell of its tokenizer: for an engine elsewhere. No
+weights are read before the first step then.
+
 Writes one JSON line to standard output when it answers (``{"ready": true, …}``) or cannot start
 (``{"ready": false, "type": …, "message": …}``, exit code 3), and ends when its standard input does: a worker never
 outlives its server. It refuses to be started by hand without a socket, and it knows nothing of stores and tokens.
@@ -14,7 +17,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,16 @@ import uvicorn  # noqa: E402
 from starlette.applications import Starlette  # noqa: E402
 
 from art_backends.child import when_input_ends  # noqa: E402
-from art_backends.engines.embedded.app import create_app  # noqa: E402
+from art_backends.engines.embedded.app import create_app, create_tokenizer_app  # noqa: E402
 from art_backends.engines.embedded.convert import gguf_to_safetensors  # noqa: E402
 from art_backends.engines.embedded.core import Engine  # noqa: E402
 from art_backends.engines.embedded.weights import load_base  # noqa: E402
 from art_backends.errors import ArtError, TemplateError  # noqa: E402
-from art_backends.models import resolve  # noqa: E402
+from art_backends.models import ResolvedModel, resolve  # noqa: E402
 from art_backends.redaction import Redactor, guard_logs  # noqa: E402
 from art_backends.training.trainer import Trainer  # noqa: E402
 from art_backends.worker.jobs import Jobs  # noqa: E402
+from art_backends.worker.memory import give_back  # noqa: E402
 
 log = logging.getLogger("art_backends.worker")
 
@@ -67,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: all cores)")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--chat-template", type=Path)
+    parser.add_argument("--no-engine", action="store_true", help="trainer and tokenizer only")
+    parser.add_argument("--release", action="store_true", help="give back the device's memory after each step")
     return parser
 
 
@@ -81,19 +87,6 @@ def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
             raise TemplateError(f"chat template {options.chat_template}: cannot be read: {error.strerror}") from None
     base = resolve(options.base_model, gguf_to_safetensors)
     log.info("base model %s: %s, digest %s", options.base_model, base.source, base.digest)
-    model = load_base(base.path, dtype=getattr(torch, options.dtype), device=options.device)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base.path, local_files_only=True, trust_remote_code=False)
-    engine = Engine(model, max_model_len=options.max_model_len)
-    app = create_app(
-        engine,
-        tokenizer,
-        base_name=options.base_model,
-        chat_template=template,
-        vocab_size=model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]  # an nn.Embedding
-        eos_token_ids=_eos(model),
-        base_root=str(base.path),
-        versions={"torch": torch.__version__, "transformers": transformers.__version__},
-    )
     trainer = Trainer(
         base.path,
         policy=options.name,
@@ -102,7 +95,9 @@ def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
         device=options.device,
         base_digest=base.digest,
     )
-    jobs = Jobs(trainer)
+    jobs = Jobs(trainer, trainer.release if options.release else give_back)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base.path, local_files_only=True, trust_remote_code=False)
+    app, engine, said = (_without_engine if options.no_engine else _with_engine)(options, base, tokenizer, template)
     app.router.routes.extend(jobs.routes())
 
     @contextlib.asynccontextmanager
@@ -114,7 +109,52 @@ def _build(options: argparse.Namespace) -> tuple[Starlette, dict[str, Any]]:
                 await jobs.close()
 
     app.router.lifespan_context = lifespan
-    return app, {"ready": True, "digest": base.digest, "max_model_len": engine.max_model_len}
+    return app, {"ready": True, "digest": base.digest, "model": str(base.path), **said}
+
+
+_Made = tuple[Starlette, contextlib.AbstractAsyncContextManager[Any], dict[str, Any]]
+
+
+def _with_engine(options: argparse.Namespace, base: ResolvedModel, tokenizer: Any, template: str | None) -> _Made:
+    """The app of the engine, the engine, and what the ready line says of it."""
+    model = load_base(base.path, dtype=getattr(torch, options.dtype), device=options.device)
+    engine = Engine(model, max_model_len=options.max_model_len)
+    app = create_app(
+        engine,
+        tokenizer,
+        base_name=options.base_model,
+        chat_template=template,
+        vocab_size=model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]  # an nn.Embedding
+        eos_token_ids=_eos(model.generation_config),
+        base_root=str(base.path),
+        versions=_versions(),
+    )
+    return app, engine, {"max_model_len": engine.max_model_len}
+
+
+def _without_engine(options: argparse.Namespace, base: ResolvedModel, tokenizer: Any, template: str | None) -> _Made:
+    """The same where the engine is elsewhere; the ready line has what that one must be started with."""
+    config = transformers.AutoConfig.from_pretrained(base.path, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config()
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(base.path, local_files_only=True)
+    except OSError:  # it has none
+        generation = None
+    longest = min(options.max_model_len, getattr(text, "max_position_embeddings", None) or options.max_model_len)
+    app, in_force = create_tokenizer_app(
+        tokenizer,
+        max_model_len=longest,
+        chat_template=template,
+        vocab_size=text.vocab_size,
+        eos_token_ids=_eos(generation) or _eos(text),
+        versions=_versions(),
+    )
+    said = {"max_model_len": longest, "chat_template": in_force.source, "own_template": in_force.is_the_models}
+    return app, contextlib.nullcontext(), said
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _cores() -> int:
@@ -124,10 +164,10 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _eos(model: transformers.PreTrainedModel) -> Iterator[int]:
-    settings = model.generation_config
-    ids = None if settings is None else settings.eos_token_id
-    yield from [ids] if isinstance(ids, int) else ids or []
+def _eos(settings: Any) -> list[int]:
+    """Ids of the tokens that end an answer, by a model's settings."""
+    ids = getattr(settings, "eos_token_id", None)
+    return [ids] if isinstance(ids, int) else list(ids or [])
 
 
 class _Server(uvicorn.Server):

@@ -70,8 +70,10 @@ class Job:
 class Jobs:
     """The worker's training jobs. All methods but the thread's work run on the event loop."""
 
-    def __init__(self, trainer: Steps) -> None:
+    def __init__(self, trainer: Steps, after: Callable[[], object] = give_back) -> None:
+        """``after``: called in the trainer's thread when a job has ended, whatever came of it."""
         self._trainer = trainer
+        self._after = after
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._jobs: dict[str, Job] = {}
         self._running: Job | None = None
@@ -127,7 +129,7 @@ class Jobs:
         try:
             return self._trainer.step(step, job.progress, self._closing.is_set)
         finally:
-            give_back()
+            self._after()
 
     async def _report(self, request: Request) -> Response:
         job = self._jobs.get(request.path_params["job"])

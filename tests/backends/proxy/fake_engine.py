@@ -18,6 +18,7 @@ from art_backends.config import Limits
 from art_backends.errors import StoreError
 from art_backends.proxy.app import Proxy
 from art_backends.proxy.doors import Door
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity, RolloutContext
 from art_backends.proxy.providers import Providers
@@ -51,6 +52,7 @@ class FakeEngine:
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     serving: set[Any] = field(default_factory=set)
+    health: Behaviour | None = None  # of /health, else 200
 
     @property
     def chats(self) -> list[Asked]:
@@ -68,6 +70,9 @@ class FakeEngine:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 body = json.loads(raw) if raw else {}
                 self.asked.append(Asked(path, headers, body))
+                if path == "/health":
+                    await (self.health or status(200, {}))(self, body, reader, writer)
+                    continue
                 if not path.startswith("/v1/"):
                     await send_json(writer, 404, {"error": {"message": "no such route"}})
                     continue
@@ -393,10 +398,13 @@ async def world(
     engine: FakeEngine,
     limits: Limits | None = None,
     providers: Providers | None = None,
+    client: Engine | None = None,
+    policy: Any = None,
     **context: Any,
 ) -> AsyncIterator[World]:
-    store, policy = MemoryStore(), Policy()
-    client = EngineClient(url=engine_url)
+    """``client``: the proxy's engine, closed in the end; else ``engine_url`` alone."""
+    store, policy = MemoryStore(), policy or Policy()
+    client = client or EngineClient(url=engine_url)
     proxy = Proxy(client, store, policy=policy, limits=limits, providers=providers)
     train = RolloutContext("r1", "policy", "policy@3", **context)
     identities = {

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from art_backends.proxy import wire
 from art_backends.proxy.chat import Chat
 from art_backends.proxy.identity import SamplingOverrides
 from art_backends.proxy.prefix import Prompt
@@ -61,10 +62,29 @@ def test_the_cap_of_training_rollouts(asked: dict[str, int], cap: int | None, se
     assert chat.sampling(got).max_tokens == next(iter(sent.values()), None)
 
 
+@pytest.mark.parametrize(
+    ("field", "grammar"),
+    [
+        ({}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": False}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, True),
+        ({"tools": [{"type": "function", "function": {"strict": True}}], "tool_choice": "none"}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}, True),
+        ({"tools": [], "parallel_tool_calls": False}, False),
+        ({"tools": ["odd", {"function": None}]}, False),
+    ],
+)
+def test_tools_that_vllm_writes_under_a_grammar(field: dict[str, Any], grammar: bool) -> None:
+    assert wire.tools_by_grammar({**BODY, **field}) is grammar
+
+
 def test_what_bends_the_distribution_goes_in_training_rollouts() -> None:
     bent = {"seed": 1, "min_p": 0.1, "frequency_penalty": 1, "repetition_penalty": 1.1, "min_tokens": 3, "top_k": 5}
     got = shape({**BODY, **bent, "temperature": 0}, overrides=SamplingOverrides())
-    assert {key: got[key] for key in (*bent, "temperature") if key in got} == {"top_k": 0, "temperature": 1.0}
+    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    expected = neutral | {"top_k": 0, "temperature": 1.0}  # said, because an engine may have defaults of its own
+    assert {key: got[key] for key in (*bent, *expected) if key in got} == expected
     own = shape({**BODY, **bent, "temperature": 0})
     assert bent.items() <= own.items()
     assert (chat.sampling(own).temperature, chat.sampling(own).top_k, chat.sampling(own).seed) == (0.0, 5, 1)

@@ -170,3 +170,29 @@ def test_exactly_one_address() -> None:
         EngineClient()
     with pytest.raises(ValueError, match="exactly one"):
         EngineClient(uds="a", url="b")
+
+
+async def test_a_loaded_name_stands_for_the_same_weights_for_ever(tmp_path: Path) -> None:
+    loaded, refused = reply(200, b"ok", "text/plain"), reply(400, b'{"error": {"message": "no"}}')
+    async with engine(tmp_path, refused, loaded, loaded, loaded) as (client, seen):
+        with pytest.raises(EngineError, match="no"):
+            await client.load_adapter("p@1", "/bad/p@1")
+        await client.load_adapter("p@1", "/v/p@1")  # nothing of it was loaded
+        await client.unload_adapter("p@1")
+        with pytest.raises(EngineError, match=r"p@1 was loaded from /v/p@1.*not loaded from /w/p@1"):
+            await client.load_adapter("p@1", "/w/p@1")
+        assert len(seen) == 3, "it was not asked"
+        await client.load_adapter("p@1", "/v/p@1")  # again, after the engine was restarted
+        assert all(b"inplace" not in head for head in seen)
+
+
+async def test_a_look_ahead_takes_nothing_away(tmp_path: Path) -> None:
+    async with engine(tmp_path, reply(200, b"abc", "text/event-stream"), reply(200, b"")) as (client, _):
+        async with client.open("/x", b"{}") as stream:
+            assert await stream.peek() == b"abc"
+            assert await stream.peek(lambda seen: len(seen) > 9) == b"abc", "to the end"
+            assert await stream.next_read() == b"abc"
+            assert await stream.next_read() == b""
+        async with client.open("/x", b"{}", affinity="r1") as stream:
+            assert await stream.peek() == b""
+            assert await stream.read() == b""

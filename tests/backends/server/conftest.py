@@ -64,6 +64,14 @@ class Running:
     async def policy(self) -> dict[str, Any]:
         return (await self.client.status())["policies"][0]
 
+    async def restarted(self, name: str) -> None:
+        """Wait until a new child of this name is up."""
+        async with asyncio.timeout(60):
+            while True:
+                children = (await self.client.status())["children"]
+                if any((one["name"], one["state"], one["restarts"]) == (name, "up", 1) for one in children):
+                    return
+
     def fault(self, name: str, times: int = 1) -> None:
         (self.faults / name).write_text(str(times))
 

@@ -4,6 +4,9 @@ Run as the supervisor's child: ``python fake_worker.py --versions DIR --faults D
 the folder of faults, taken (removed) when it strikes, so that it survives the worker's death but strikes once; its
 text, if any, is the number of times. ``hold_*`` faults wait until ``POST /test/release/NAME``;
 ``GET /test/held/NAME`` answers when one waits.
+
+With ``--as-vllm`` it stands for a vLLM server: it outlives its standard input, takes options that it does not know,
+sleeps and wakes, and notes in ``events.log`` what it was asked; ``place.json`` says where it listens.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 BASE = "base-model"
+DIGEST, LONGEST = "digest-1", 4096
 
 
 class Fake:
@@ -36,6 +40,11 @@ class Fake:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.calls = 0
+        self.renders = getattr(options, "renders", "")
+
+    def note(self, event: str) -> None:
+        with (self.faults / "events.log").open("a") as file:
+            file.write(event + "\n")
 
     def takes(self, fault: str) -> bool:
         file = self.faults / fault
@@ -62,7 +71,7 @@ class Fake:
         return JSONResponse({})
 
     async def models(self, _: Request) -> Response:
-        data = [{"id": BASE, "object": "model", "parent": None}]
+        data: list[dict[str, Any]] = [{"id": BASE, "object": "model", "parent": None, "max_model_len": LONGEST}]
         data += [{"id": name, "object": "model", "parent": BASE} for name in self.loaded]
         return JSONResponse({"data": data})
 
@@ -72,10 +81,12 @@ class Fake:
         if model != BASE and model not in self.loaded:
             return refused(404, f"The model `{model}` does not exist.", "model_not_found")
         self.calls += 1
+        self.note(f"chat {model} {body['messages'][-1].get('content')}")
         exact = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         prompt = exact or render(body["messages"])
         if body["messages"][-1].get("content") == "hold" and not body.get("stream"):
             await self.hold("call")
+            self.note("held call ends")
         text = f"{model} says {body['messages'][-1].get('content')}"
         tokens = [*text.encode()[: body.get("max_tokens") or 10_000], 0]
         logprob = float("nan") if self.takes("nan_logprobs") else -0.25
@@ -119,7 +130,12 @@ class Fake:
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
-        tokens = render(body["messages"], body.get("add_generation_prompt", True)) if "messages" in body else []
+        if "messages" in body:
+            tokens = render(body["messages"], body.get("add_generation_prompt", True))
+        else:
+            tokens = list(body["prompt"].encode())
+        if ("text" if "prompt" in body else "messages") == self.renders:
+            tokens = [*tokens, 1]
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
     async def detokenize(self, request: Request) -> Response:
@@ -142,8 +158,20 @@ class Fake:
     async def unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         if self.loaded.pop(name, None) is None:
-            return refused(404, "not loaded", "not_found")
+            return refused(404, f"{name} is not loaded", "not_found")
         return Response("unloaded")
+
+    async def sleep(self, request: Request) -> Response:
+        if self.takes("refuse_sleep"):
+            return refused(404, "Not Found", "not_found")
+        self.note(f"sleep {request.url.query}")
+        return JSONResponse({"status": "sleeping"})
+
+    async def wake(self, _: Request) -> Response:
+        if self.takes("refuse_wake"):
+            return refused(500, "CUDA error: out of memory", "internal_error")
+        self.note("wake")
+        return JSONResponse({"status": "awake"})
 
     async def metrics(self, _: Request) -> Response:
         return JSONResponse({"tokens_sampled": self.calls, "busy_seconds": 0.5, "running": 0, "waiting": 0})
@@ -218,6 +246,8 @@ class Fake:
                 Route("/tokenizer_info", self.tokenizer_info),
                 Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+                Route("/sleep", self.sleep, methods=["POST"]),
+                Route("/wake_up", self.wake, methods=["POST"]),
                 Route("/train", self.train, methods=["POST"]),
                 Route("/train/{job}", self.job),
                 Route("/test/held/{name}", self.test_held),
@@ -248,17 +278,29 @@ def exit_with_parent() -> None:
 class Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        sys.stdout.write(json.dumps({"ready": True, "digest": DIGEST, "max_model_len": 4096}) + "\n")
+        said = {"ready": True, "digest": DIGEST, "max_model_len": 4096, "model": "/no/model"}
+        said |= {"chat_template": "{{ messages }}<tool_call>", "own_template": False}
+        sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--uds", required=True)
-    parser.add_argument("--versions", type=Path, required=True)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--uds")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--versions", type=Path, default=Path())
     parser.add_argument("--faults", type=Path, required=True)
     parser.add_argument("--digest", default="digest-1")
-    given = parser.parse_args()
-    DIGEST = given.digest
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    Server(uvicorn.Config(Fake(given).app(), uds=given.uds, log_level="warning", lifespan="off")).run()
+    parser.add_argument("--as-vllm", action="store_true")
+    parser.add_argument("--renders", default="", help="text, or messages: what it turns into other tokens")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    given, others = parser.parse_known_args()
+    DIGEST, LONGEST = given.digest, given.max_model_len
+    if given.as_vllm:
+        here = {"pid": os.getpid(), "uds": given.uds, "options": others}
+        here["variables"] = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+        (given.faults / "place.json").write_text(json.dumps(here))
+    else:
+        threading.Thread(target=exit_with_parent, daemon=True).start()
+    where: dict[str, Any] = {"uds": given.uds} if given.uds else {"port": given.port}
+    Server(uvicorn.Config(Fake(given).app(), **where, log_level="warning", lifespan="off")).run()

@@ -354,6 +354,30 @@ def test_a_step_beyond_max_kl_is_undone(make_trainer, tmp_path):
     assert contents(folder / "policy@2") == contents(clean / "policy@2")
 
 
+@pytest.mark.parametrize("importance", ["truncate", "off"])
+def test_a_step_whose_sampler_is_too_far_from_the_trainer_is_not_made(make_trainer, tmp_path, importance):
+    """The recorded logprobs are all -2, as no model of ours would say: KL(sampler || trainer) is far from 0."""
+    folder = tmp_path / "versions"
+    trainer = make_trainer()
+    limit = {"max_sampler_kl": 0.01, "importance": importance}
+    outcome = trainer.step(make_request(folder, second_batch(), **limit))
+    assert (outcome.kind, outcome.version, outcome.reason) == ("skipped", 0, "sampler_kl")
+    assert outcome.metrics["sampling/kl"] > 0.01
+    assert versions.list_versions(folder, "policy") == []
+    outcome = trainer.step(make_request(folder, second_batch(), max_sampler_kl=1e6, importance=importance))
+    assert outcome.kind == "committed"
+
+
+def test_released_between_two_steps_it_writes_the_same_bytes(make_trainer, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, after in ((one, lambda _: None), (other, lambda trainer: trainer.release())):
+        trainer = make_trainer(folder)
+        trainer.step(make_request(folder, rich_batch()))
+        after(trainer)
+        trainer.step(make_request(folder, second_batch(), 1))
+    assert contents(one / "policy@2") == contents(other / "policy@2")
+
+
 def test_a_huge_learning_rate_never_commits_values_that_are_not_finite(make_trainer, tmp_path):
     folder = tmp_path / "versions"
     outcome = make_trainer().step(make_request(folder, rich_batch(), learning_rate=1e30, updates_per_batch=3))

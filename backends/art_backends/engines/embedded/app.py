@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,40 @@ def create_app(
         Route("/metrics.json", _guarded(face.metrics), methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+
+def create_tokenizer_app(
+    tokenizer: Any,
+    *,
+    max_model_len: int,
+    chat_template: str | None = None,
+    vocab_size: int | None = None,
+    eos_token_ids: Iterable[int] = (),
+    versions: Mapping[str, str] | None = None,
+) -> tuple[Starlette, ChatTemplate]:
+    """What a model's files alone can answer, for an engine elsewhere that does not tell it: tokenizer and template.
+
+    Also the template in force. The parameters are ``create_app``'s.
+    """
+    vocabulary = Vocabulary(tokenizer, size=vocab_size, eos_token_ids=eos_token_ids)
+    template = ChatTemplate(tokenizer, chat_template)
+    face = _Face(Service(_NoEngine(max_model_len), vocabulary, template, ""), None, versions)
+    routes = [
+        Route("/tokenize", _guarded(face.tokenize), methods=["POST"]),
+        Route("/detokenize", _guarded(face.detokenize), methods=["POST"]),
+        Route("/tokenizer_info", _guarded(face.tokenizer_info), methods=["GET"]),
+        Route("/health", _guarded(face.health), methods=["GET"]),
+        Route("/version", _guarded(face.version), methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error}), template
+
+
+@dataclass(frozen=True)
+class _NoEngine:
+    """In an engine's place, where nothing is sampled."""
+
+    max_model_len: int
+    healthy: bool = True
 
 
 class _Face:

@@ -51,10 +51,16 @@ class ChatTemplate:
                 "with --chat-template"
             )
         self.source: str = source
+        self._own = tokenizer.chat_template
         self.shows_tools = self._shows_tools()
         if not self.shows_tools and not given and "<|im_start|>" in tokenizer.get_vocab():
             self.source = HERMES_PATH.read_text(encoding="utf-8")
             self.shows_tools = self._shows_tools()
+
+    @property
+    def is_the_models(self) -> bool:
+        """Whether whoever reads the model's folder has this template without being told."""
+        return bool(self.source == self._own)
 
     def render(
         self,
