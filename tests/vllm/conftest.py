@@ -49,9 +49,13 @@ def smollm() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm(vllm_python: Path, smollm: Path) -> Iterator[Vllm]:
-    """One vLLM for all tests that need no other flags: SmolLM2 in float32, LoRA, Hermes tool calls."""
-    if os.environ.get("TMP_SOCKET"):
-        yield Vllm(Path(os.environ["TMP_SOCKET"]), smollm, "base", Path("/dev/null"), 0.0)
+    """One vLLM for all tests that need no other flags: SmolLM2 in float32, LoRA, Hermes tool calls.
+
+    ``ART_VLLM_SOCKET`` names one that runs already, with these flags: a start takes a minute.
+    """
+    running = os.environ.get("ART_VLLM_SOCKET")
+    if running:
+        yield Vllm(Path(running), smollm, "base", Path(os.devnull), 0.0)
         return
     with serving(vllm_python, smollm, *FLAGS) as server:
         yield server

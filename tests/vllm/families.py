@@ -37,6 +37,11 @@ class Family:
     sampling: tuple[tuple[str, float], ...] = ()  # of its generation_config.json
 
     @property
+    def shows_reasoning(self) -> bool:
+        """Whether the template renders an earlier message's reasoning behind the last question."""
+        return "reasoning_content" in self.source
+
+    @property
     def source(self) -> str:
         folder = templates_folder()
         assert folder is not None

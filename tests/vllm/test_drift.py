@@ -197,6 +197,21 @@ async def test_a_turn_cut_by_length_goes_on(w: Proxied, family: Family) -> None:
     check(w, family, call, (await turns.calls())[:1], plain, reasoned=family.reasoning)
 
 
+async def test_reasoning_that_the_app_sends_is_rendered_alike(w: Proxied, family: Family) -> None:
+    """A worked example with reasoning, under the name that most clients use: /tokenize must see it as a chat does."""
+    made = {"name": "weather", "arguments": json.dumps({"city": "Paris"})}
+    example: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "A secret thought."}
+    example["tool_calls"] = [{"id": "call00001", "type": "function", "function": made}]
+    begin = [*ASKED, example, {"role": "tool", "tool_call_id": "call00001", "content": "Fog."}]
+    turns = await w.open(Purpose.TRAIN)
+    first, call = await say(turns, begin, family.calls("Oslo"))
+    assert ("A secret thought." in w.decode(call.prompt_token_ids)) == family.shows_reasoning
+    history = [*begin, echoed(first), *results(first, "Rain.")]
+    _, second = await say(turns, history, family.plain("It is sunny."))
+    assert not second.drifted
+    assert (second.prompt_mode is PromptMode.EXACT) == (family.kept or not family.reasoning)
+
+
 async def test_whether_reasoning_may_be_kept_is_found_out(w: Proxied, family: Family) -> None:
     assert await probe_reasoning.may_be_kept(w.engine, w.policies.base_id) is family.kept
 

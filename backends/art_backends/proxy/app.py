@@ -68,7 +68,8 @@ class EngineRenderer:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """Ids that the engine's template renders. TemplateError if it does not take them, EngineError otherwise."""
-        body: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        shown = [_with_reasoning(message) for message in messages]
+        body: dict[str, Any] = {"messages": shown, "add_generation_prompt": add_generation_prompt}
         if tools:
             body["tools"] = tools
         if chat_template_kwargs:
@@ -89,6 +90,12 @@ class EngineRenderer:
         if text is None:
             raise EngineError("the engine has no /detokenize", 501, "no_detokenize")
         return text
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under both names: vLLM reads either in a chat, one when asked for the tokens."""
+    found = message.get("reasoning") or message.get("reasoning_content")
+    return message if found is None else {**message, "reasoning": found, "reasoning_content": found}
 
 
 class Proxy:

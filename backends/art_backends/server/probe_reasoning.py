@@ -3,8 +3,8 @@
 An engine that separates reasoning from words has to know whether the answer begins inside the reasoning, and some look
 for the end marker anywhere in the prompt: with an old one in it, new reasoning is passed on as words. So the same few
 tokens are drawn behind two prompts, one with an old reasoning and one without, and it is compared what the engine calls
-them. The words are random ones out of two tokens, the start marker and a word, so that each prompt has many of the
-same answers.
+them. The words are random ones out of a few tokens, the start marker and letters, so that each prompt has answers of
+the same kinds.
 
 It refuses to know a parser by name. Where the answers cannot be compared, reasoning is not kept: that costs the exact
 prompt of such turns and misreads nothing.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -39,10 +40,12 @@ MARKERS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 _USER: dict[str, Any] = {"role": "user", "content": "Hello"}
+_LETTERS = "abcdefgh"
 _ANSWERS, _TOKENS = 16, 3
-_EVEN = 100.0  # a temperature at which both tokens are about as likely
+_BIAS = 100.0  # the most that vLLM takes
 
-Seen = dict[tuple[int, ...], tuple[str, str]]  # by the tokens so far: what they were called (reasoning, content)
+# By the kinds of tokens so far (s: the start marker, w: a word): was there reasoning, were there words?
+Seen = dict[str, set[tuple[bool, bool]]]
 
 
 async def may_be_kept(engine: Engine, model: str) -> bool:
@@ -78,17 +81,23 @@ async def _ids(engine: Engine, text: str) -> list[int] | None:
 
 async def _read_alike(engine: Engine, model: str, start: str, end: str, opening: list[int]) -> bool:
     prompts = await _prompts(engine, start, end)
-    word = await _ids(engine, "a")
-    if prompts is None or not word:
+    words = [ids[0] for ids in [await _ids(engine, letter) for letter in _LETTERS] if ids is not None and len(ids) == 1]
+    if prompts is None or not words:
         return True  # without exact prompts nothing is kept anyway
-    allowed = [opening[0], word[0]]
-    for stream in (True, False):
-        plain, kept = [await _seen(engine, model, prompt, allowed, stream=stream) for prompt in prompts]
-        if plain is None or kept is None:
-            return True  # it takes no such request: no vLLM, and none that separates reasoning
-        both = plain.keys() & kept.keys()
-        if not any(tokens[:1] == (opening[0],) for tokens in both) or any(plain[t] != kept[t] for t in both):
-            return False
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            for stream in (True, False):
+                plain, kept = [await _seen(engine, model, ids, opening[0], words, stream=stream) for ids in prompts]
+                both = plain.keys() & kept.keys()
+                if not any(kind.startswith("s") for kind in both) or any(plain[kind] != kept[kind] for kind in both):
+                    return False
+    except TimeoutError:
+        raise EngineError(f"the engine gave no answer within {PROBE_SECONDS:.0f} s", 504, "engine_timeout") from None
+    except EngineError as error:
+        if error.status >= 500:
+            raise
+        log.info("the engine refuses to be asked about reasoning: %s", error)
+        return False
     return True
 
 
@@ -115,41 +124,48 @@ async def _prompts(engine: Engine, start: str, end: str) -> tuple[list[int], lis
     return [*asked, *plain, *tail], [*asked, *thought, *tail]
 
 
-async def _seen(engine: Engine, model: str, prompt: list[int], allowed: list[int], *, stream: bool) -> Seen | None:
-    """What the engine calls the tokens of some random answers; None if it takes no such request."""
+async def _seen(engine: Engine, model: str, prompt: list[int], start: int, words: list[int], *, stream: bool) -> Seen:
+    """What the engine calls the tokens of some random answers. EngineError if it is away or takes no such request."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [_USER],
-        "n": _ANSWERS,
         "max_tokens": _TOKENS,
-        "temperature": _EVEN,
+        "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
         "seed": 7,
-        "allowed_token_ids": allowed,
+        "allowed_token_ids": [start, *words],
         "return_token_ids": True,
         "kv_transfer_params": {"prompt_token_ids": prompt},
-        "stream": stream,
     }
-    tokens: dict[int, list[int]] = {}
-    said: dict[int, tuple[str, str]] = {}
+    body["logit_bias"] = {str(start): await _evening(engine, body, start)}
+    tokens: dict[int, str] = {}
+    said: dict[int, tuple[bool, bool]] = {}
     seen: Seen = {}
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            async for data in _replies(engine, body):
-                for choice in data.get("choices") or ():
-                    index, part = choice["index"], choice.get("delta") or choice.get("message") or {}
-                    reasoning, content = said.get(index, ("", ""))
-                    said[index] = (reasoning + (part.get("reasoning") or ""), content + (part.get("content") or ""))
-                    tokens.setdefault(index, []).extend(choice.get("token_ids") or ())
-                    seen[tuple(tokens[index])] = said[index]
-    except EngineError as error:
-        if error.status >= 500:
-            raise
-        return None
-    except TimeoutError:
-        raise EngineError(f"the engine gave no answer within {PROBE_SECONDS:.0f} s", 504, "engine_timeout") from None
+    async for data in _replies(engine, {**body, "n": _ANSWERS, "stream": stream}):
+        for choice in data.get("choices") or ():
+            index, part = choice["index"], choice.get("delta") or choice.get("message") or {}
+            before = said.get(index, (False, False))
+            said[index] = (before[0] or bool(part.get("reasoning")), before[1] or bool(part.get("content")))
+            kinds = ("s" if token == start else "w" for token in choice.get("token_ids") or ())
+            tokens[index] = tokens.get(index, "") + "".join(kinds)
+            seen.setdefault(tokens[index], set()).add(said[index])
     return seen
+
+
+async def _evening(engine: Engine, body: dict[str, Any], start: int) -> float:
+    """The bias that makes the start marker about as likely, at first, as all of the words together."""
+    asked = {**body, "max_tokens": 1, "logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
+    status, _, reply = await engine.chat(asked)
+    if status != 200:
+        raise EngineError(f"the engine refused a probe: {orjson.dumps(reply)[:300]!r}", status, "refused")
+    try:
+        (place,) = reply["choices"][0]["logprobs"]["content"]
+        told = {str(entry["token"]): float(entry["logprob"]) for entry in place["top_logprobs"]}
+    except (KeyError, IndexError, TypeError, ValueError):
+        return 0.0
+    likely = min(max(told.get(f"token_id:{start}", -_BIAS), -_BIAS), -1e-6)
+    return max(-_BIAS, min(_BIAS, math.log(-math.expm1(likely)) - likely))
 
 
 async def _replies(engine: Engine, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

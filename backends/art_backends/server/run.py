@@ -30,6 +30,7 @@ from art_backends.child import when_input_ends
 from art_backends.config import TrainConfig
 from art_backends.errors import AdapterError, ConfigError, EngineError, ServerError, StoreError
 from art_backends.proxy.app import Proxy
+from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient
 from art_backends.proxy.identity import Identity
 from art_backends.proxy.providers import Providers
@@ -198,9 +199,7 @@ async def _parts(
             policy=policies,
             limits=limits,
             providers=providers,
-            defaults=await probe_sampling.defaults(engine, policies.base_id),
-            keep_reasoning=await probe_reasoning.may_be_kept(engine, policies.base_id),
-            tools_by_grammar=config.engine == "vllm",
+            **await _own_ways(config, engine, policies.base_id),
         )
         sessions.on_closed = proxy.forget
         steps = Steps(
@@ -254,6 +253,17 @@ async def _parts(
             wait_for_engine=hosting.wait_ready,
         )
         yield _Parts(services, proxy, adapters, traffic, asgi)
+
+
+async def _own_ways(config: TrainConfig, engine: Engine, model: str) -> dict[str, Any]:
+    """What the proxy has to know of vLLM that the embedded engine does not do."""
+    if config.engine != "vllm":
+        return {}
+    return {
+        "defaults": await probe_sampling.defaults(engine, model),
+        "keep_reasoning": await probe_reasoning.may_be_kept(engine, model),
+        "tools_by_grammar": True,
+    }
 
 
 def _traffic(config: TrainConfig, store: AsyncStore, policies: PolicyTable, proxy: Proxy) -> Traffic:

@@ -128,7 +128,7 @@ async def test_training_rollouts_sample_from_the_policy() -> None:
         sent, sampling = w.engine.chats[0].body, w.store.only.sampling
         assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["max_completion_tokens"]) == (1, 1, 0, 50)
         assert "seed" not in sent
-        assert "presence_penalty" not in sent
+        assert sent["presence_penalty"] == 0
         assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (1.0, 1.0, None, 50)
         # evaluation and agents: the app's own; version 0 is the base model
         await say(w.sdk("eval"), temperature=0, seed=7)

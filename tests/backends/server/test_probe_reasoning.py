@@ -58,7 +58,7 @@ class Server:
         draw = random.Random(body["seed"])
         return [
             (index, [draw.choice(body["allowed_token_ids"]) for _ in range(body["max_tokens"])])
-            for index in range(body["n"])
+            for index in range(body.get("n", 1))
         ]
 
     def _said(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def test_a_model_without_such_tokens_is_not_asked() -> None:
     assert server.asked == 0
 
 
-def test_an_engine_that_takes_no_exact_prompt_keeps_nothing_anyway() -> None:
-    assert kept(Server("anywhere", exact=False))
+def test_of_an_engine_that_refuses_the_question_nothing_is_believed() -> None:
+    assert not kept(Server("none", exact=False))
 
 
 def test_an_engine_that_fails_is_said() -> None:
