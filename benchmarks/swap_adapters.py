@@ -10,6 +10,7 @@ It refuses a model without ``model.layers``, and a word that the model's own emb
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 POLICY = "policy"
-WORDS = [
-    "red", "blue", "green", "black", "white", "river", "stone", "apple", "bread", "water", "fire", "cloud", "house",
-    "horse", "paper", "glass", "music", "winter", "summer", "garden", "window", "doctor", "market", "letter", "number",
-    "silver", "orange", "yellow", "purple", "forest", "island", "mountain", "bridge", "castle",
-]  # fmt: skip
+LOOKED_AT = 1500  # of the vocabulary's words, the commonest first
 PUSH = 30.0  # how many times the residual stream's own length
 MARGIN = 8.0  # nats by which a version's word must lead
 
@@ -86,16 +83,19 @@ def _direction(model: Any, token: int) -> torch.Tensor:
 
 
 def _words(model: Any, tokenizer: Any) -> list[str]:
-    """Those that are one token, and lead clearly if the residual stream points their way."""
+    """Common words of one token that lead clearly if the residual stream points their way."""
+    pieces = ((token, tokenizer.decode([token])) for token in range(model.config.vocab_size))
+    words = [(token, piece[1:]) for token, piece in pieces if re.fullmatch(r" [a-z]{4,9}", piece)][:LOOKED_AT]
     found = []
     with torch.no_grad():
-        for word in WORDS:
-            token = _token(tokenizer, word)
-            if token < 0:
-                continue
-            best = model.lm_head(model.model.norm(_direction(model, token)[None]))[0].topk(2)
-            if int(best.indices[0]) == token and float(best.values[0] - best.values[1]) > MARGIN:
-                found.append(word)
+        for begin in range(0, len(words), 100):
+            some = words[begin : begin + 100]
+            towards = torch.stack([_direction(model, token) for token, _ in some])
+            best = model.lm_head(model.model.norm(towards)).topk(2)
+            for (token, word), values, indices in zip(some, best.values, best.indices, strict=True):
+                leads = int(indices[0]) == token and float(values[0] - values[1]) > MARGIN
+                if leads and _token(tokenizer, word) == token:
+                    found.append(word)
     return found
 
 
