@@ -176,8 +176,8 @@ class EngineClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
-            # Engines close idle connections after 5 s (uvicorn's default): give ours up earlier, so that a request
-            # is not sent into a connection that is just being closed.
+            # Engines close idle connections, those that we start after minutes, others after 5 s (uvicorn's default):
+            # give ours up earlier, so that a request is not sent into a connection that is just being closed.
             connector: aiohttp.BaseConnector
             if self._uds is not None:
                 connector = aiohttp.UnixConnector(self._uds, limit=0, keepalive_timeout=3)

@@ -44,6 +44,9 @@ from art_backends.worker.memory import give_back  # noqa: E402
 
 log = logging.getLogger("art_backends.worker")
 
+KEEP_ALIVE_SECONDS = 120  # of an idle connection; the server, however busy, gives it up long before: none is closed
+# under a request
+
 
 def main() -> int:
     """Serve until standard input ends; returns the exit code."""
@@ -184,7 +187,13 @@ class _Server(uvicorn.Server):
 
 async def _serve(app: Starlette, uds: Path, said: dict[str, Any]) -> None:
     config = uvicorn.Config(
-        app, uds=str(uds), http="httptools", access_log=False, log_config=None, timeout_graceful_shutdown=5
+        app,
+        uds=str(uds),
+        http="httptools",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=5,
     )
     server = _Server(config, said)
     when_input_ends(asyncio.get_running_loop(), lambda: setattr(server, "should_exit", True))

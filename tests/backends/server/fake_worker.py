@@ -303,4 +303,6 @@ if __name__ == "__main__":
     else:
         threading.Thread(target=exit_with_parent, daemon=True).start()
     where: dict[str, Any] = {"uds": given.uds} if given.uds else {"port": given.port}
-    Server(uvicorn.Config(Fake(given).app(), **where, log_level="warning", lifespan="off")).run()
+    Server(
+        uvicorn.Config(Fake(given).app(), **where, log_level="warning", lifespan="off", timeout_keep_alive=120)
+    ).run()
