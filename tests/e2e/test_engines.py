@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_a_run_on_a_server_elsewhere(project: Any, elsewhere: str) -> None:
     assert project.state(4)["config"]["engine"] == "embedded"
 
 
-def test_a_run_on_a_vllm_that_is_started_here(project: Any) -> None:
+def test_a_run_on_a_vllm_that_is_started_here(project: Any, waiting: Callable[..., Any]) -> None:
     command = shlex.join([sys.executable, str(STAND_IN), "serve"])
     words = project.training("--engine", "vllm", "--vllm", command, "--max-sampler-kl", "0.001")
     done = project.call("art-langgraph", *words, seconds=300)
@@ -80,4 +81,14 @@ def test_a_run_on_a_vllm_that_is_started_here(project: Any) -> None:
     assert "3 steps, 18 rollouts (0 excluded)" in done.out
     check(project, {"engine": "vllm", "vllm": command, "max_sampler_kl": 0.001})
     assert (project.run / "chat_template.jinja").exists()
+    project.gone()
+    serving = project.start("art-backends", "serve", "--folder", "run", "--port", "0", "--threads", "1")
+    file = project.run / "server.json"
+    waiting(lambda: file.exists() or serving.poll() is not None, 120)
+    assert serving.poll() is None, serving.communicate()[1]
+    status = project.ask("/status")
+    assert [child["name"] for child in status["children"]] == ["worker", "vLLM"], "as the run was"
+    assert status["policies"][0]["version"] == 3
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(60) == 0
     project.gone()
