@@ -1,7 +1,11 @@
 """What holds for every test: no network beyond loopback, and a cache folder that is the machine's own."""
 
 import pytest
+from hypothesis import settings
 from pytest_socket import socket_allow_hosts
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's matter
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -204,7 +204,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(TURNS)
 def test_any_conversation_reads_as_the_template_renders_it(
     chatml_shared: Any, turns: list[tuple[str, str, str, bool]]

@@ -96,7 +96,7 @@ def test_output_that_is_not_finite_is_an_error(value: float) -> None:
     assert good.error is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 700), st.integers(0, 10_000))
 def test_tokens_without_probability_are_never_drawn(vocab: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -96,7 +96,7 @@ def test_limits_that_contradict_each_other_are_refused(bad: dict[str, int]) -> N
         Limits(**bad)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_sequence_of_prompts_and_turns(data: st.DataObject) -> None:
     tree = new_tree()
