@@ -14,6 +14,7 @@ import json
 import os
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+os.environ.setdefault("LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY", "true")  # what it is built on asks for one
 OUTPUT = os.dup(1)  # the ready line's alone: libraries greet on standard output
 os.dup2(2, 1)
 

@@ -42,6 +42,7 @@ SERVERS = Path(__file__).with_name("proxy_servers.py")
 AGENT_LIGHTNING = Path(__file__).with_name("agent_lightning_proxy.py")
 PROMPTS = {"small": 50, "large": 30_000}  # tokens
 CALLS = 8  # of one rollout
+LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ async def litellm(stack: ExitStack, python: Path, upstream: str) -> Target:
     port = free_port()
     program = str(python.parent / "litellm")
     words = ["--config", str(folder / "config.yaml"), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
-    stack.enter_context(server(program, *words, python=str(python), ready=False, LITELLM_LOCAL_MODEL_COST_MAP="True"))
+    stack.enter_context(server(program, *words, python=str(python), ready=False, **LITELLM))
     url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as session:
         async with asyncio.timeout(180):
