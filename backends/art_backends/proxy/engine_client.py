@@ -156,10 +156,12 @@ class EngineClient:
         event_bytes: int = 64 * 1024 * 1024,
         reply_bytes: int = 256 * 1024 * 1024,
         proxied: bool = False,
+        tokenizer: EngineClient | None = None,
     ) -> None:
         """Exactly one of ``uds`` (path of a socket) and ``url`` (scheme, host, port; a path prefix is kept).
 
-        ``proxied``: go through the proxy that the environment names for this host.
+        ``proxied``: go through the proxy that the environment names for this host. ``tokenizer``: whom to ask for
+        ``tokenizer_info`` instead, where the engine does not tell; it is not closed here.
         """
         if (uds is None) == (url is None):
             raise ValueError("exactly one of uds and url")
@@ -171,6 +173,7 @@ class EngineClient:
         self._proxy = _proxy(self._base) if proxied else None
         self._session: aiohttp.ClientSession | None = None
         self._tokenizer: dict[str, Any] | None = None
+        self._told_by = tokenizer
         self._adapters: dict[str, str] = {}  # name → path, of all that were ever loaded
         self.address = uds if uds is not None else self._base
 
@@ -285,6 +288,8 @@ class EngineClient:
 
     async def tokenizer_info(self) -> dict[str, Any] | None:
         """Special tokens, ends of turn, chat template; None if this engine does not tell. Asked for once."""
+        if self._told_by is not None:
+            return await self._told_by.tokenizer_info()
         if self._tokenizer is None:
             reply = await self.get("/tokenizer_info")
             if reply.status in _ABSENT or reply.status == 403:
@@ -297,6 +302,8 @@ class EngineClient:
     def forget_tokenizer(self) -> None:
         """Ask for ``tokenizer_info`` again next time (the engine was replaced)."""
         self._tokenizer = None
+        if self._told_by is not None:
+            self._told_by.forget_tokenizer()
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter under a new, immutable name. Never in place; EngineError if refused (400 duplicate).

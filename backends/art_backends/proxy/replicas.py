@@ -103,13 +103,12 @@ class Replicas:
         clients: Sequence[EngineClient],
         *,
         names: Sequence[str] | None = None,
-        tokenizer: EngineClient | None = None,
         up_seconds: float = UP_SECONDS,
         out_seconds: float = OUT_SECONDS,
         health_seconds: float = HEALTH_SECONDS,
     ) -> None:
-        """``names``: what to call them, else their addresses. ``tokenizer``: whom to ask for ``tokenizer_info``, where
-        the servers do not tell; it is not closed here. ConfigError if two have one name, or there is none."""
+        """``names``: what to call them, else their addresses. ConfigError if two have one name, or there is
+        none."""
         given = [client.address for client in clients] if names is None else list(names)
         twice = {name for name in given if given.count(name) > 1}
         if twice:
@@ -118,7 +117,6 @@ class Replicas:
             raise ConfigError(f"engine_url: {len(clients)} servers have {len(given)} names")
         self.on_back: Callable[[EngineClient], Awaitable[None]] | None = None  # gives a server its adapters
         self._replicas = [_Replica(name, client) for name, client in zip(given, clients, strict=True)]
-        self._tokenizer = tokenizer
         self._up_seconds = up_seconds
         self._out_seconds = out_seconds
         self._health_seconds = health_seconds
@@ -251,15 +249,12 @@ class Replicas:
 
     async def tokenizer_info(self) -> dict[str, Any] | None:
         """Special tokens, ends of turn, chat template; None if nobody tells."""
-        if self._tokenizer is not None:
-            return await self._tokenizer.tokenizer_info()
         return await self._ask(lambda client: client.tokenizer_info())
 
     def forget_tokenizer(self) -> None:
         """Ask for ``tokenizer_info`` again next time."""
-        for client in (self._tokenizer, *(replica.client for replica in self._replicas)):
-            if client is not None:
-                client.forget_tokenizer()
+        for replica in self._replicas:
+            replica.client.forget_tokenizer()
 
     async def models(self) -> list[dict[str, Any]]:
         """What the servers serve: all the same."""

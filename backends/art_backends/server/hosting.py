@@ -114,23 +114,9 @@ class Hosting:
         await self.trainer.aclose()
         await self.worker.stop()
 
-    def _client(self, *, uds: str | None = None, url: str | None = None) -> EngineClient:
+    def _client(self, **where: Any) -> EngineClient:
         limits = self._config.limits
-        return EngineClient(uds=uds, url=url, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
-
-
-class Served(EngineClient):
-    """A client of vLLM, whose tokenizer is told by the trainer's process: it has the model's files."""
-
-    def __init__(self, *, tokenizer: EngineClient, **more: Any) -> None:
-        super().__init__(**more)
-        self._told_by = tokenizer
-
-    async def tokenizer_info(self) -> dict[str, Any] | None:
-        return await self._told_by.tokenizer_info()
-
-    def forget_tokenizer(self) -> None:
-        self._told_by.forget_tokenizer()
+        return EngineClient(**where, event_bytes=limits.event_bytes, reply_bytes=limits.reply_bytes)
 
 
 class Managed(Hosting):
@@ -164,13 +150,7 @@ class Managed(Hosting):
         words += ["--", *how.words]
         child = Supervisor(words, log_file=self._log, name="vLLM", start_deadline=VLLM_START_SECONDS)
         self._vllm = child
-        limits = self._config.limits
-        self.engine = self._served = Served(
-            tokenizer=self.trainer,
-            uds=str(child.socket),
-            event_bytes=limits.event_bytes,
-            reply_bytes=limits.reply_bytes,
-        )
+        self.engine = self._served = self._client(uds=str(child.socket), tokenizer=self.trainer)
         await child.start()
         child.healthy = self.engine.healthy
         log.info("vLLM answers after %s s", child.ready.get("start_seconds"))
@@ -250,8 +230,8 @@ class Attached(Hosting):
 
     def __init__(self, config: TrainConfig, folder: RunFolder, make_worker: MakeWorker) -> None:
         super().__init__(config, folder, make_worker)
-        self._servers = [self._client(url=url) for url in config.engine_url]
-        self._replicas = Replicas(self._servers, tokenizer=self.trainer)
+        self._servers = [self._client(url=url, tokenizer=self.trainer) for url in config.engine_url]
+        self._replicas = Replicas(self._servers)
         self.engine = self._replicas
         self._does: tuple[str, probe.Abilities] | None = None  # a server, and what it was found to do
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from art_backends.errors import AdapterError, ConfigError, EngineError
+from art_backends.proxy.chat import NEUTRAL
 from art_backends.proxy.engine import Engine
 from art_backends.proxy.engine_client import EngineClient, EngineReply
 from art_backends.server.abilities import Abilities, agree
@@ -27,15 +28,7 @@ AWAY = frozenset({502, 503, 504})
 _MESSAGES = [{"role": "user", "content": "Hello"}]
 # many continuations: at another temperature, or with a penalty, another one is drawn soon
 _OPEN = [{"role": "user", "content": "Write many unrelated words, names and numbers: red 7 Oslo red 7 Oslo."}]
-_NEUTRAL: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+SILENT: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **NEUTRAL}  # as OpenAI's API has them
 _TOKENS = 16  # drawn to see whether the same is drawn
 _TOP = 5
 _COLD = 0.1  # a temperature at which processed logprobs lie ten times farther apart
@@ -123,7 +116,7 @@ async def abilities(engine: EngineClient, model: str) -> Abilities:
         told: _Told | None = None
         processed = neutral = None
         if capture is CaptureLevel.TOKENS:
-            told = await _draw(engine, model, _NEUTRAL)
+            told = await _draw(engine, model, SILENT)
             processed = await _processed(engine, model, told)
             neutral = await _neutral(engine, model, told)
         length = card.get("max_model_len")
@@ -212,7 +205,7 @@ async def _draw(engine: EngineClient, model: str, sampling: dict[str, Any], toke
 
 async def _processed(engine: EngineClient, model: str, warm: _Told) -> bool | None:
     """Whether a low temperature moves the best tokens' logprobs apart; None if the model finds all as likely."""
-    cold = await _draw(engine, model, {**_NEUTRAL, "temperature": _COLD}, 1)
+    cold = await _draw(engine, model, {**SILENT, "temperature": _COLD}, 1)
     if min(len(warm.top), len(cold.top)) < 2:
         return None
     if max(sum(map(math.exp, told.top)) for told in (warm, cold)) > 1.01:
@@ -223,7 +216,7 @@ async def _processed(engine: EngineClient, model: str, warm: _Told) -> bool | No
 
 async def _neutral(engine: EngineClient, model: str, told: _Told) -> bool | None:
     """Whether a request that says nothing is answered as one that says that all is neutral, from the same seed."""
-    noise = told.far_from(await _draw(engine, model, _NEUTRAL))
+    noise = told.far_from(await _draw(engine, model, SILENT))
     if not told.ids or noise == math.inf:
         return None  # the same request is answered in different ways
     return (await _draw(engine, model, {})).far_from(told) <= max(_NOISE, 3 * noise)

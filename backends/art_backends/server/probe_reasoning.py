@@ -156,9 +156,7 @@ async def _seen(engine: Engine, model: str, prompt: list[int], start: int, words
 async def _evening(engine: Engine, body: dict[str, Any], start: int) -> float:
     """The bias that makes the start marker about as likely, at first, as all of the words together."""
     asked = {**body, "max_tokens": 1, "logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
-    status, _, reply = await engine.chat(asked)
-    if status != 200:
-        raise EngineError(f"the engine refused a probe: {orjson.dumps(reply)[:300]!r}", status, "refused")
+    reply = await _whole(engine, asked)
     try:
         (place,) = reply["choices"][0]["logprobs"]["content"]
         told = {str(entry["token"]): float(entry["logprob"]) for entry in place["top_logprobs"]}
@@ -168,13 +166,18 @@ async def _evening(engine: Engine, body: dict[str, Any], start: int) -> float:
     return max(-_BIAS, min(_BIAS, math.log(-math.expm1(likely)) - likely))
 
 
+async def _whole(engine: Engine, body: dict[str, Any]) -> Any:
+    """The reply to what is no stream. EngineError if it is refused."""
+    status, _, reply = await engine.chat(body)
+    if status != 200:
+        raise EngineError(f"the engine refused a probe: {orjson.dumps(reply)[:300]!r}", status, "refused")
+    return reply
+
+
 async def _replies(engine: Engine, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """The whole reply, or every chunk. EngineError if it is refused."""
     if not body["stream"]:
-        status, _, reply = await engine.chat(body)
-        if status != 200:
-            raise EngineError(f"the engine refused a probe: {orjson.dumps(reply)[:300]!r}", status, "refused")
-        yield reply
+        yield await _whole(engine, body)
         return
     async with engine.open(CHAT, orjson.dumps(body)) as reply:
         if reply.status != 200:

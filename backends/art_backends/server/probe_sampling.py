@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from art_backends.errors import EngineError
-from art_backends.proxy.chat import NEUTRAL
 from art_backends.proxy.engine import Engine
-from art_backends.server.probe import PROBE_SECONDS
+from art_backends.server.probe import PROBE_SECONDS, SILENT
 
 log = logging.getLogger(__name__)
 
-SILENT: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **NEUTRAL}  # as OpenAI's API has them
 _FILE = "generation_config.json"
 _TOP, _TOKENS = 5, 8  # several tokens: a penalty for repetition shows late
 _TOLERANCE = 1e-2  # nats: the same call twice differs by less, a temperature of 0.9 by more

@@ -255,7 +255,7 @@ class Store:
 
     def begin_call(self, call: Call) -> None:
         """Write a call's intent. ConflictError if its rollout is closed (or unknown), or its id is taken."""
-        self._write_one(CallWrite(call, begins=True))
+        self._write_calls([CallWrite(call, begins=True)])
 
     def finish_call(self, call: Call) -> None:
         """Write a call's outcome, in place of its intent if there is one; the same outcome again changes nothing.
@@ -263,7 +263,7 @@ class Store:
         A call that ends after its rollout was closed is kept but marked ``excluded="late"``: what a closed rollout
         trains never changes any more.
         """
-        self._write_one(CallWrite(call))
+        self._write_calls([CallWrite(call)])
 
     def write_calls(self, writes: Sequence[CallWrite]) -> list[Exception | None]:
         """Intents and outcomes, in this order; what was wrong with each.
@@ -277,14 +277,11 @@ class Store:
         found: list[Exception | None] = []
         for write in writes:
             try:
-                self._write_one(write)
+                self._write_calls([write])
                 found.append(None)
             except Exception as error:  # noqa: BLE001 - boundary: handed to who asked for this one
                 found.append(error)
         return found
-
-    def _write_one(self, write: CallWrite) -> None:
-        self._write_calls([write])
 
     def _write_calls(self, writes: Sequence[CallWrite]) -> None:
         """One transaction; if it fails, what is known of the rollouts is read anew next time."""

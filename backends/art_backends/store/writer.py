@@ -114,13 +114,13 @@ class AsyncStore:
 
     def _work(self, batch: Sequence[_Write], loop: asyncio.AbstractEventLoop) -> None:
         """In the thread: neighbouring calls in one transaction."""
-        calls: list[_Write] = []
+        calls: dict[_Write, CallWrite] = {}
         for write in batch:
             if isinstance(write.what, CallWrite):
-                calls.append(write)
+                calls[write] = write.what
                 continue
             self._write_calls(calls)
-            calls = []
+            calls = {}
             try:
                 write.result = write.what()
             except Exception as error:  # noqa: BLE001 - boundary: raised where it is awaited
@@ -129,11 +129,9 @@ class AsyncStore:
         with suppress(RuntimeError):  # the loop has ended: nobody waits
             loop.call_soon_threadsafe(self._written, batch)
 
-    def _write_calls(self, calls: Sequence[_Write]) -> None:
-        if calls:
-            errors = self._store.write_calls([write.what for write in calls if isinstance(write.what, CallWrite)])
-            for write, error in zip(calls, errors, strict=True):
-                write.error = error
+    def _write_calls(self, calls: Mapping[_Write, CallWrite]) -> None:
+        for write, error in zip(calls, self._store.write_calls(list(calls.values())), strict=True):
+            write.error = error
 
     def _written(self, batch: Sequence[_Write]) -> None:
         for write in batch:

@@ -457,7 +457,7 @@ async def test_another_may_tell_of_the_tokenizer() -> None:
             return {"special_tokens": ["<x>"]}
 
     files = Files(url="http://127.0.0.1:9")
-    replicas = Replicas([EngineClient(url="http://127.0.0.1:9")], tokenizer=files)
+    replicas = Replicas([EngineClient(url="http://127.0.0.1:9", tokenizer=files)])
     assert await replicas.tokenizer_info() == {"special_tokens": ["<x>"]}
     replicas.forget_tokenizer()
     assert (files.asked, replicas.state()[0]["name"]) == (1, "http://127.0.0.1:9")
